@@ -1,4 +1,4 @@
-"""Shared by all rooms: argument checks whose `ValueError` names argument and value, and a short `repr`."""
+"""Argument checks whose `ValueError` names argument and value, and a short `repr`; all subpackages use them."""
 
 from __future__ import annotations
 

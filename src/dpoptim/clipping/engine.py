@@ -42,7 +42,7 @@ _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on ev
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
 _losses_checked: weakref.WeakKeyDictionary[nn.Module, ModelCheck] = weakref.WeakKeyDictionary()
-"""Models whose loss has passed a check, which engines read in `attach`."""
+"""The checks that losses of models have passed; engines read them in `attach`."""
 
 
 @contextlib.contextmanager
@@ -297,8 +297,8 @@ class Engine:
     ) -> bool:
         """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
 
-        This engine relies on the result, and with `lasting` every engine of the model that attaches later. With
-        `covers_calls`, for the loss that is trained next, such calls of the model need no check of their own.
+        This engine relies on the result; with `lasting`, so does every engine that attaches to the model later. With
+        `covers_calls`, this loss is the one trained next, and the model calls that it makes need no separate check.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:

@@ -88,7 +88,7 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
 
 
 def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """Check the loss that will be trained: calls of the model as in this batch are not checked again.
+    """Check the loss that will be trained; model calls like those in this batch are not checked again.
 
     Returns:
         The bytes that the gradient factors of an example take until its batch is clipped.

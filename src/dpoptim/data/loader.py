@@ -72,7 +72,7 @@ class PrivateLoader:
                 return remaining
             if not self.plan.sampling.is_random:
                 return remaining * -(-self.plan.batch_size // self.micro_batch_size)
-        raise TypeError("the number of micro-batches is unknown before a batch is drawn and cut. Use .steps instead.")
+        raise TypeError("the number of micro-batches is unknown before a batch is drawn and split. Use .steps instead.")
 
     def __iter__(self) -> Iterator[Any]:
         if self.next_step >= self.steps:
@@ -144,7 +144,7 @@ class PrivateLoader:
             if self.micro_batch_size is None or not len(indices):
                 return [indices.tolist()] if len(indices) else []
             parts = -(-len(indices) // self.micro_batch_size)
-            return [part.tolist() for part in np.array_split(indices, parts)]  # even parts have few shapes
+            return [part.tolist() for part in np.array_split(indices, parts)]  # equal parts have few shapes
         positions = cut_by_length(
             self.lengths[indices],
             max_tokens=self.micro_batch_tokens,

@@ -74,7 +74,7 @@ def make_plan(
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
 
     noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling; without
-    epsilon there is nothing to compare by, so it is independent noise. `sampling_of` explains sampling="auto".
+    epsilon, mechanisms cannot be compared, and it means independent noise. `sampling_of` explains sampling="auto".
     """
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)

@@ -21,7 +21,7 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 
 @functools.cache
 def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
-    """Return the functions of a C source, or None; each operation is rounded, unless `contract` allows to fuse two."""
+    """Return the functions of a C source, or None; each operation is rounded, unless `contract` allows fusing two."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("DPOPTIM_COMPILE") == "0" or os.name != "posix":
         return None

@@ -54,9 +54,9 @@ def sum_of_parts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ‖D + E‖² and the smallest norm that can be trusted, float64 [examples].
 
-    `d_parts` bounds ‖D‖ even if nothing in D cancels. Parts `trust` times larger than the whole show their rounding.
-    Where D and E cancel, it shows in full. Where parts of D cancel, a fifth of their bound is enough. Unless ‖D‖² is a
-    sum of squares (`is_gram`), its rounding error is linear in its parts.
+    `d_parts` bounds ‖D‖ even if nothing in D cancels. A norm that is `trust` times smaller than its parts shows
+    their rounding error. Parts count in full where D and E cancel; a fifth of the bound is enough where parts of D
+    cancel. Unless ‖D‖² is a sum of squares (`is_gram`), its rounding error is linear in its parts.
     """
     # In few operations, because each takes the host time at every step:
     #   trusted = (d + e_parts + d_parts/5)/trust + √((d² + e² + parts·(parts/10 or (d + e)/50))/trust)

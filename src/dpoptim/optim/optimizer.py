@@ -55,8 +55,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             `plan.statement()` prints the reason.
 
     Attributes:
-        observers: Functions called in every step with what was released, before the parameters move. They must not
-            change it. At that moment `mechanism.scale` is still the scale of the step.
+        observers: Functions called in every step with what was released, before the parameters change. They must
+            not modify it. At that point `mechanism.scale` is still the scale of the step.
         remedies: What an out-of-memory error in `step()` recommends.
 
     Raises:
@@ -167,7 +167,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the batch: release it with noise, then update the parameters. Return what `closure` returns.
 
-        If memory runs out, the batch is dropped, and a note on the error says what to change.
+        If memory runs out, the batch is dropped, and a note on the error recommends what to change.
         """
         loss = None
         if closure is not None:

@@ -320,8 +320,8 @@ def _stable_eps_scale(
 ) -> float:
     """The given ε, with a warning if it is unstable (below a·noise^(2p)); by default (2·noise)^(2p)·a.
 
-    The noise on g̃ has variance φ(ν̂ᵖ/ε + 1)², which returns into ν̂. Pure noise rests where y = √(ν̂/φ), the growth of its
-    standard deviation, satisfies y = 1 + y^(2p)·φᵖ/ε. For p ≥ ½ such a y exists only from ε = a·φᵖ on, with
+    The noise on g̃ has variance φ(ν̂ᵖ/ε + 1)², which feeds back into ν̂. Pure noise settles where y = √(ν̂/φ), the growth
+    of its standard deviation, satisfies y = 1 + y^(2p)·φᵖ/ε. For p ≥ ½ such a y exists only from ε = a·φᵖ on, with
     a = (2p)^(2p)/(2p−1)^(2p−1). At ε = (4φ)ᵖ, y is 2 for every p ≤ ½. At p = 0 the scale is constant, so ε = ∞. A sum
     over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
     """

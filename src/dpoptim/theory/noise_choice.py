@@ -198,7 +198,7 @@ def _amplified(
             tried[bands] = candidate(noise, CyclicPoisson(bands=bands) if bands > 1 else Poisson())
         return tried[bands].rmse_mean
 
-    def fewest(bands: int) -> int:  # more bands with as many rounds would only raise their sampling probability
+    def fewest(bands: int) -> int:  # more bands in as many rounds would only raise the sampling probability
         rounds = -(-plan.steps // max(1, min(bands, most)))
         return -(-plan.steps // rounds)
 
@@ -277,7 +277,7 @@ class Alternative:
 def alternatives(
     choice: Choice, *, delta: float, progress: Progress | None = None, **target: Any
 ) -> tuple[tuple[Alternative, ...], str | None]:
-    """List all candidates, and two of the other sampling, if it is possible; the second result is why it is not."""
+    """List all candidates, and two with the other sampling if possible; the second result is why it is not."""
     report = progress or (lambda name: None)
     candidates, missing, chosen = list(choice.candidates), None, choice.chosen
     other = Poisson() if isinstance(choice.plan.sampling, Shuffled) else Shuffled()

@@ -35,7 +35,7 @@ class Request:
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
     grid: Mapping[str, Any] = field(default_factory=dict)
-    tuning_epsilon: float | str | None = None  # of a variant's trials together, PUBLIC, or UNCOVERED by ε of a run
+    tuning_epsilon: float | str | None = None  # ε of all trials of a variant, PUBLIC, or UNCOVERED
     tuning_data: str | None = None
     tuning_steps: int | None = None
     references: bool = False

@@ -32,7 +32,7 @@ _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
-    """Write the report; what it shows of private data was released, or is marked as not private or outside."""
+    """Write the report. Values from private data are released, or marked as not private or outside the guarantee."""
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
@@ -114,7 +114,7 @@ def _median(run: RunHistory, path: str) -> float | None:
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    """Make the whole HTML file; its policy allows its one script and style, by their hashes, and nothing else."""
+    """Make the HTML file; its security policy allows only its own script and style, by their hashes."""
     assets = files("dpoptim.app.report") / "assets"
     template, style, script = (assets.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)

@@ -152,7 +152,7 @@ def optimizer_for(
 
 
 def remedies_for(args: Any, plan: PrivacyPlan) -> Remedies:
-    """What saves memory: the next smaller micro-batch that divides the expected batch, or a different optimizer."""
+    """Return what saves memory, such as the next smaller micro-batch size that divides the expected batch."""
     most, batch = args.per_device_train_batch_size // 2, plan.batch_size
     size = next((size for size in range(min(most, batch), 0, -1) if batch % size == 0), 0)
     smaller = f"set per_device_train_batch_size={size} and gradient_accumulation_steps={batch // size}" if size else ""

@@ -62,8 +62,8 @@ class PrivateTrainer(transformers.Trainer):
         privacy: The privacy settings.
         plan: A calibrated plan, instead of epsilon, batch size and steps.
         loss_per_example: `loss_per_example(model, batch)` returns one loss per example. Defaults to the loss of the
-            model's class. On a GPU it runs as a CUDA graph: as Python code only for new shapes. So what it reads
-            besides the batch must be tensors that are updated in place.
+            model's class. On a GPU it runs as a CUDA graph, and as Python code only for new shapes. Anything else
+            that it reads must be in tensors that are updated in place.
         optimizers: An optimizer of dpoptim that was created with `plan`, and a scheduler or None.
         **options: Further arguments of `transformers.Trainer`.
 
@@ -108,7 +108,7 @@ class PrivateTrainer(transformers.Trainer):
         self._read: tuple[Any, NoiseKey, RecordFingerprint] | None = None  # the training examples
         self._steps: StepLoader | None = None
         self._shapes: Callable[[Any], Any] = lambda batch: batch
-        self._all_have_rows = True  # whether the collator returns nothing that examples share, such as class weights
+        self._all_have_rows = True  # False if the collator returns what all examples share (class weights)
         self._captured: Captured | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None

@@ -126,8 +126,8 @@ def restore_own_loss(module: nn.Module) -> None:
 def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """A forward hook: recompute a mean cross-entropy, so that each of its terms belongs to one example.
 
-    A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses it: smoothed
-    labels only after the first step if all logits are equal. Copies of the module are left alone.
+    Any other loss (smoothed labels, a regulariser, a mean over tokens) is left unchanged, and the engine refuses it.
+    If all logits are equal, it refuses smoothed labels only after the first step. Copies of the module are left alone.
     """
     if module not in _hooks or not torch.is_grad_enabled() or not isinstance(output, dict):
         return output

@@ -112,7 +112,7 @@ def participation_energy(coefs: Series, max_participations: int, min_separation:
 
 
 def _comb(series: Series, count: int, lag: int) -> Series:
-    """Return Σ_{i < count} series_{t - i·lag} for each t, as differences of running sums: count costs nothing."""
+    """Return Σ_{i < count} series_{t - i·lag} for each t, from running sums, at the same cost for every count."""
     padded = np.zeros(-(-len(series) // lag) * lag)
     padded[: len(series)] = series
     running = np.cumsum(padded.reshape(-1, lag), axis=0)
