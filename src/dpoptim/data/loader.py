@@ -223,19 +223,19 @@ def private_loader(
     digest: str | None = None,
     check_schema: bool = True,
 ) -> PrivateLoader:
-    """Make a loader that draws the examples of every step as `plan.sampling` says.
+    """Make a loader that draws the examples of every step as `plan.sampling` prescribes.
 
     One iteration is the whole training: all steps of the plan, without a loop over epochs. A step that is yielded in
     parts gets one update; advance a scheduler only `if loader.step_ends`.
 
     Args:
         dataset: A map-style dataset. All examples must have the same keys and types. Lists and tuples are checked now,
-            others batch by batch; that refusal, and the step it happens in, are not covered by the guarantee.
+            other datasets batch by batch. The guarantee covers neither a later refusal nor the step of that refusal.
         plan: The same plan object that the optimizer gets.
-        key: The secret of the draws; a new one by default.
+        key: The secret key of the draws; a new one by default.
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
         micro_batch_size: The largest number of examples in a part.
-        lengths: One length per example, such as its tokens; then parts have similar lengths.
+        lengths: One length per example, such as its number of tokens. Each part then has examples of similar length.
         micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part.
         bucket: Padded widths are multiples of this.
         collate_fn: As in torch's DataLoader. It must not mix examples, nor have its own seed or random generator.

@@ -137,7 +137,7 @@ def joint_moments(
 
     Args:
         rule: The update rule. None is Adam with eps at the noise's standard deviation.
-        square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
+        square_weight: λ. None is 1/(2·clip_norm²), the largest λ with a free square under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
     rule = _floored(rule, plan, release)
@@ -212,7 +212,7 @@ def noiseless_preconditioner(
 ) -> PrivateOptimizer:
     """Create a baseline that is NOT PRIVATE: ν of the squared average gradient without noise.
 
-    The plan must declare this, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
+    The plan must declare this, so that its statement prints it: `plan.with_release(dpoptim.NoiselessSquare())`.
 
     Args:
         plan: A calibrated plan that releases a `NoiselessSquare`.

@@ -43,7 +43,7 @@ _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs
 class PrivateTrainer(transformers.Trainer):
     """Train a Hugging Face model with differential privacy.
 
-    It takes the arguments of `transformers.Trainer`, and `privacy`:
+    It takes the arguments of `transformers.Trainer` and the argument `privacy`:
 
         trainer = PrivateTrainer(model=model, args=args, train_dataset=ds, data_collator=collator,
                                  privacy=PrivacyArguments(epsilon=8.0, delta=1e-6))
@@ -52,7 +52,7 @@ class PrivateTrainer(transformers.Trainer):
 
     Each step releases the noisy sum of clipped per-example gradients, divided by the EXPECTED batch size
     per_device_train_batch_size·gradient_accumulation_steps. At most per_device_train_batch_size examples are in memory
-    at once. An object trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
+    at once. A trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
 
     Args:
         model: The model to train.
@@ -76,7 +76,7 @@ class PrivateTrainer(transformers.Trainer):
     "not_private_loss", and the guarantee does not cover the log. Evaluation does not affect training.
     Every run has a new key in OUTPUT_DIR.secret (mode 0700), which is never uploaded with OUTPUT_DIR.
     A resumed run repeats released steps exactly. Different examples, settings or gradients are refused before noise is
-    made. For this all examples are read once when training begins.
+    made. To compare them, all examples are read once when training begins.
     """
 
     def __init__(
