@@ -125,7 +125,7 @@ class Engine:
         self.allow_mixing = allow_mixing
         self.batch = self._new_batch()
         self.examples: int | None = None  # in the running forward
-        self.factor_bytes = 0  # of an example in the checked loss
+        self.factor_bytes = 0  # per example, in the checked loss
         self.call: int | None = None  # number of the running call of the model or of a part
         self._called: nn.Module | None = None
         self._calls = 0

@@ -173,7 +173,7 @@ class PrivateTrainer(transformers.Trainer):
         return self._steps
 
     def _micro_batch_size(self, factor_bytes: int) -> int:
-        """The examples per micro-batch: fewer under gradient checkpointing, which drops activations but not factors."""
+        """Return the micro-batch size; gradient checkpointing lowers it, because gradient factors stay in memory."""
         size: int = self.args.per_device_train_batch_size
         if not self.args.gradient_checkpointing or not factor_bytes:
             return size
