@@ -166,7 +166,7 @@ def _sizes(
 
 @functools.lru_cache(maxsize=512)
 def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
-    """Return the examples per program that make all programs end together; `overhead` is a program's fixed cost."""
+    """Return the examples per program that let all programs end together; `overhead` is the fixed cost in examples."""
 
     def cost(group: int) -> float:
         rounds = cdiv(tiles * cdiv(examples, group), slots)

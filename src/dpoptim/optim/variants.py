@@ -137,7 +137,7 @@ def joint_moments(
 
     Args:
         rule: The update rule. None is Adam with eps at the noise's standard deviation.
-        square_weight: λ. None is 1/(2·clip_norm²), the largest λ with a free square under replace adjacency.
+        square_weight: λ. None is 1/(2·clip_norm²). Up to this λ, the square is free under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
     rule = _floored(rule, plan, release)

@@ -60,7 +60,7 @@ class Curve:
     name: str
     title: str
     y_label: str
-    path: str  # the key of the number in a log entry
+    path: str  # the dotted key of the number in a log entry
     mark: Mark
     caption: str
     absent: str = "not logged"  # why no run logged it
