@@ -174,7 +174,7 @@ def measured(case: Case, ways: Sequence[str], repeats: int, progress: Progress) 
 
 
 def peaks(allocated: int = 0, reserved: int = 0) -> dict[str, float]:
-    """Return the peak memory in GiB above what was there before: of tensors, and of all that PyTorch reserved."""
+    """Return the peak memory in GiB above the given bytes: of tensors, and of everything that PyTorch reserved."""
     return {
         "gb": (torch.cuda.max_memory_allocated() - allocated) / 2**30,
         "reserved_gb": (torch.cuda.max_memory_reserved() - reserved) / 2**30,

@@ -1,4 +1,4 @@
-"""Measure what users run: Hugging Face's Trainer beside PrivateTrainer, and large models in a plain loop.
+"""Compare Hugging Face's Trainer with PrivateTrainer, and measure large models in a plain loop.
 
     python benchmarks/trainer.py                             # on the GPU if there is one, else tiny models on the CPU
     python benchmarks/trainer.py --only trainer --profile    # also show where the host's time goes
@@ -18,12 +18,12 @@ made up and have equal lengths. Nothing is saved, and the progress bar is off.
 - Time of a step: each way trains twice, and the ways take turns. After the warm-up, blocks of steps are timed. Loading
   and everything else between steps is included. The GPU is synchronized only at the ends of blocks. The result is the
   median over the blocks of both trainings. A private batch has the stock batch size on average.
-- First step and memory: measured in a new process, which finds the kernels that the trainings before have cached on
+- First step and memory: measured in a new process, which finds the kernels that earlier trainings cached on
   disk. "first step" is the time from the call of train() to the end of the first step; in brackets, from the call of
   the constructor. Imports, model and data are not included. Memory is the peak of a short training.
 - Host time (--profile): a new process runs `private` under cProfile. This slows Python down, so the shares matter more
   than the times. Waiting for the GPU counts for the call that waits. On a GPU, hooks of the backward pass run in a
-  different thread. cProfile sees them from Python 3.12 on; before, they count for run_backward.
+  different thread. cProfile sees them from Python 3.12 on; in earlier versions they count for run_backward.
 
 The other cases time a step of a loop as steps.py does, and its docstring describes the methods. "plain" uses the loss
 that the model computes, "off" dpoptim's fused loss; both are without privacy. "flat" and "scaled" are private.
@@ -470,7 +470,7 @@ def notes(record: dict[str, Any]) -> list[str]:
             '"plain" uses the loss that the model computes, "off" dpoptim\'s fused loss; both are without privacy.'
         )
     if any("gb" in found for case in done for found in case["ways"].values()):
-        lines.append("Memory: the peak of allocated tensors. The JSON file also has what PyTorch reserved.")
+        lines.append("Memory: the peak of allocated tensors. The JSON file also has the memory that PyTorch reserved.")
     return lines
 
 
@@ -489,7 +489,7 @@ def show(record: dict[str, Any], console: Console, *, profile: bool) -> None:
 def markdown(record: dict[str, Any]) -> str:
     made = "Measured by `python benchmarks/trainer.py`; its docstring explains the columns."
     lines = [
-        "# The speed of what users run",
+        "# The speed of trainers and large models",
         "",
         f"{heading(record)}. {made}",
         "",

@@ -4,10 +4,10 @@
     python benchmarks/versions.py /tmp/old                        # on the GPU if there is one, else on the CPU
     python benchmarks/versions.py /tmp/old --only gpt-2 --ways scaled --repeats 100
 
-Run it before and after a change of the engine or a kernel: step times in two processes differ by more than a change
-does. The old package is copied under the name dpoptim_old, and trains the same models with its own loss. The result is
-the median over the rounds of new time / old time, and the median times. The exit status is 1 if a ratio is above the
-limit.
+Use it to measure a change of the engine or of a kernel. Step times in two separate processes differ by more than such
+a change. The old package is copied under the name dpoptim_old, and trains the same models with its own loss. The
+script prints the median over the rounds of new time / old time, and the median times. The exit status is 1 if a ratio
+is above the limit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains TEXT")
     parser.add_argument("--ways", metavar="A,B", help=f"only these of {', '.join(WAYS)}")
     parser.add_argument("--repeats", type=at_least(2), default=30, metavar="N", help="timed rounds (default: 30)")
-    parser.add_argument("--limit", type=float, default=1.02, metavar="RATIO", help="(default: 1.02)")
+    parser.add_argument("--limit", type=float, default=1.02, metavar="RATIO", help="accepted ratio (default: 1.02)")
     parser.add_argument(
         "--batches", default="external_batches", metavar="NAME", help="what the old version calls external_batches"
     )

@@ -42,13 +42,13 @@ def _accept_cpu_tensors() -> None:
     aligned = outer_triton._loadable
 
     def loadable(tensor: Tensor) -> Tensor:
-        """The interpreter takes bfloat16 for integers in products."""
+        """The interpreter treats bfloat16 as integers in products."""
         return aligned(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
-    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:  # the interpreter's own rounds to bfloat16 down
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:  # the interpreter's own conversion rounds down
         if target != tl.bfloat16:
             return own_convert(data, source, target, mode)
         return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)

@@ -1,4 +1,4 @@
-"""The split that privacy depends on: imports point one way, and only audited rooms touch an un-noised gradient."""
+"""The split that privacy depends on: imports go one way, and only audited subpackages see un-noised gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import faults
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(dpoptim.__file__).parent
-ROOMS = [  # lowest floor first: a room imports only from itself and the rooms before it
+ROOMS = [  # lowest first: a subpackage imports only from itself and those before it
     "kernels",
     "noise",
     "privacy",
@@ -112,7 +112,7 @@ AFTER_CLIPPING = [name for name in MODULES if room(name) in ROOMS[ROOMS.index("c
 
 
 def test_only_audited_rooms_touch_an_unnoised_gradient():
-    """Later rooms import released values only, and read no gradient off a parameter."""
+    """Later subpackages import only released values, and never read the gradient of a parameter."""
     wrong = []
     for name in AFTER_CLIPPING:
         in_optim = room(name) == "optim"

@@ -116,7 +116,7 @@ __all__ = [
     "theory",
     "validation",
 ]
-# Each room imports only from the rooms before it.
+# Each subpackage imports only from those before it.
 _ROOMS = ("noise", "privacy", "data", "validation", "clipping", "optim", "theory")
 
 

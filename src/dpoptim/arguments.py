@@ -1,4 +1,4 @@
-"""Argument checks that the rooms share. Each raises a `ValueError` that names the argument and its value."""
+"""Argument checks that all subpackages share. Each raises a `ValueError` that names the argument and its value."""
 
 from __future__ import annotations
 

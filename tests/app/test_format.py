@@ -1,4 +1,4 @@
-"""Times for people."""
+"""Human-readable durations."""
 
 from __future__ import annotations
 

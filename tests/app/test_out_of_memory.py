@@ -31,7 +31,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
     monkeypatch.setattr(owner, name, fails)
 
 
-def test_the_first_batch_does_not_fit(tmp_path, monkeypatch, capsys):
+def test_the_command_names_a_flag_if_the_first_batch_does_not_fit(tmp_path, monkeypatch, capsys):
     """The command prints one line; the command in that line then finishes the run."""
     monkeypatch.chdir(tmp_path)
     data = ["train", "--model", write_bert(tmp_path / "bert"), "--data", write_texts(tmp_path / "texts.jsonl")]
@@ -42,7 +42,7 @@ def test_the_first_batch_does_not_fit(tmp_path, monkeypatch, capsys):
     assert line.startswith("dpoptim: Out of memory while clipping. Known use: parameters ")
     assert "What to change first: --micro-batch-tokens 4096 (the guarantee and the expected batch of 16 stay" in line
     assert "in a new run, --lora-rank 16" in line
-    assert "Nothing of step 1 has been released." in line
+    assert "Step 1 has released nothing." in line
     assert line.endswith("Step 0 is saved. Resume with: dpoptim train --resume run --micro-batch-tokens 4096")
     assert log_of(tmp_path / "run")[-1]["reason"] == "error: OutOfMemoryError"
     monkeypatch.undo()
@@ -61,7 +61,7 @@ def test_a_late_failure_loses_no_step(owner, name, call, tmp_path, monkeypatch):
         train(recipe, tmp_path / "run")
     step = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name[-2:])
     assert 10 < step < 15
-    assert f"Nothing of step {step + 1} has been released." in failed.value.__notes__[0]
+    assert f"Step {step + 1} has released nothing." in failed.value.__notes__[0]
     assert f"Step {step} is saved." in failed.value.__notes__[-1]
     assert resume(tmp_path / "run", micro_batch_size=4)["reason"] == "finished"
     steps = [entry["step"] for entry in log_of(tmp_path / "run") if entry["kind"] == "step"]
@@ -79,7 +79,7 @@ def test_a_failed_update_is_not_saved(owner, name, tmp_path, monkeypatch):
     assert "The update is incomplete: resume from a checkpoint." in note
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-000010"
     before = (tmp_path / "run" / "recipe.toml").read_text()
-    with pytest.raises(ValueError, match="micro_batch_size=4 would change how step 11 rounds"):
+    with pytest.raises(ValueError, match="micro_batch_size=4 would change the rounding of step 11"):
         resume(tmp_path / "run", micro_batch_size=4)
     assert (tmp_path / "run" / "recipe.toml").read_text() == before
     assert resume(tmp_path / "run")["reason"] == "finished"
@@ -93,7 +93,7 @@ def test_a_crash_keeps_its_micro_batches(tmp_path):
         resume(tmp_path / "run", micro_batch_size=4)
 
 
-def test_a_dry_run(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_names_a_flag(tmp_path, monkeypatch, capsys):
     data = ["train", "--model", "mlp", "--data", write_rows(tmp_path / "rows.csv")]
     fail_at(monkeypatch, clipped_sums, "_sum", 1)
     assert main([*data, *SETTINGS, "--dry-run", "--micro-batch-size", "8"]) == 2

@@ -519,7 +519,7 @@ def test_a_loss_that_reorders_its_rows_counts_every_example_once(monkeypatch, re
 
 
 def test_recomputed_rows_repeat_the_random_draws_of_their_batch(monkeypatch):
-    """Also if the loop has reseeded the generators in between."""
+    """Even if the loop reseeds the generators in between."""
     tape_graphs(monkeypatch)
     found = []
     for recomputed in ("none", "all"):
@@ -794,7 +794,7 @@ def test_a_function_that_skips_rows_is_not_captured(monkeypatch):
 
     optimizer, run = captured_run(model, losses)
     ((x, y),) = batches_of((4, 2))
-    with pytest.warns(RuntimeWarning, match=r"could not be captured \(a model that runs more than once"):
+    with pytest.warns(RuntimeWarning, match=r"could not be captured \(the model ran more than once"):
         warm(run, x, y, optimizer)
 
 
@@ -817,7 +817,7 @@ def test_an_outer_autocast_is_not_captured(monkeypatch):
 
 
 def test_transformers_reads_no_mask():
-    """A given mask is always built, and none where none was given, with a graph and without."""
+    """A mask is built if and only if one was given, with and without a graph."""
     for name in ("masking_utils", "modeling_attn_mask_utils"):
         masking = pytest.importorskip(f"transformers.{name}")
         before = masking.is_tracing

@@ -136,7 +136,7 @@ def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
     del plan, loader, iterator
     gc.collect()
     take(make_plan(), None)
-    assert channel not in tickets._channels, "a new plan forgets those that are gone"
+    assert channel not in tickets._channels, "a new plan removes plans that no longer exist"
 
 
 def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():

@@ -129,7 +129,7 @@ def test_dropout_is_redrawn_at_every_replay():
     assert torch.equal(run(x.to(DEVICE), y.to(DEVICE)).cpu(), first)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="dropout of a CPU draws on the host")
+@pytest.mark.skipif(IS_INTERPRETED, reason="dropout on a CPU draws on the host")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_mask", [False, True], ids=["no mask", "mask"])
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -166,7 +166,7 @@ def test_a_replay_repeats_the_bits_of_the_first_run(kind, has_mask, precision):
     assert float(found[0][1].norm()) > 0
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="dropout of a CPU draws on the host")
+@pytest.mark.skipif(IS_INTERPRETED, reason="dropout on a CPU draws on the host")
 def test_a_model_that_draws_on_the_host_is_not_captured():
     class SkipsLayers(nn.Module):
         def __init__(self) -> None:

@@ -49,7 +49,7 @@ def test_rows_are_combined_in_their_order():
 
 
 def moments():
-    """Moments of the tensors in an order that is not theirs, some negative or 0."""
+    """Moments in a different order than the tensors; some are negative or 0."""
     numels = {name: stop - start for name, (start, stop) in RANGES.items()}
     whole = torch.randn(sum(numels.values()), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     whole[::7] = 0
@@ -59,7 +59,7 @@ def moments():
 
 @pytest.mark.parametrize(("kind", "coefs"), [("flat", [1.0, -0.5]), ("tensors", [1.0]), ("lazy", [1.0])])
 def test_noise_is_added_without_a_row_in_memory(kind, coefs):
-    """The noise has the bits of the row, divided by the scale, which a lazy scale does up to its last bits."""
+    """The noise equals the row divided by the scale; with a lazy scale, up to the last bits."""
     from dpoptim.kernels.inverse_root import LazyInverseRoot
 
     settings = [(0.5, 3.0, 0.1), (0.5, 1.0, 1.0), (0.5, 0.0, 0.25)]
@@ -80,7 +80,7 @@ def test_noise_is_added_without_a_row_in_memory(kind, coefs):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_aligned_tensors(scaled):
+def test_aligned_tensors_get_the_same_noise(scaled):
     """Loads and stores of four numbers at a time change nothing."""
     from dpoptim.kernels.normals_triton import DeviceNormals
 

@@ -89,7 +89,7 @@ def test_the_number_of_threads_changes_nothing():
 
 
 def test_the_default_dtype_changes_nothing():
-    """Memory that the loop fills with float32 must not be as short as bfloat16."""
+    """Memory that the loop fills with float32 must not be allocated as bfloat16."""
     left, right, scale = drawn(3, 5, 100, 37)
     expected = found_by_loop(left, right, scale)
     before = torch.get_default_dtype()

@@ -48,7 +48,7 @@ def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
 class TestOuterWeightedSum:
     """Sums of outer products, tiles of one example after another."""
 
-    # examples, positions, rows, cols: one position; nothing a multiple of anything; either factor the narrower one
+    # examples, positions, rows, cols: one position; sizes that fill no tile; each factor narrower once
     @pytest.mark.parametrize("shape", [(9, 1, 24, 16), (8, 5, 30, 19), (11, 18, 17, 140)])
     def test_is_exact_up_to_float32(self, shape):
         examples, positions, rows, cols = shape

@@ -77,7 +77,7 @@ def test_a_failed_part_is_taken_again_in_smaller_parts(error, monkeypatch):
         "stay the same).",
         "If that is not enough: create the optimizer with clipping_memory=0 (saves up to 67.1 MB, clips more slowly); "
         "train only LoRA factors.",
-        "Nothing of step 2 has been released. Smaller batches round differently and cannot repeat a released step, so "
+        "Step 2 has released nothing. Smaller batches round differently and cannot repeat a released step, so "
         "resume from a checkpoint of step 1.",
     ]
     losses(model, next(batches)).sum().backward()
@@ -101,7 +101,7 @@ def test_noise_that_does_not_fit_moves_to_the_host(monkeypatch):
     assert float((whole - again).norm() / whole.norm()) <= 1e-12
 
 
-def test_the_update(monkeypatch):
+def test_a_failed_update_needs_a_checkpoint(monkeypatch):
     fail_at(monkeypatch, "update", 2, MemoryError())
     *_, error = run_until_error(plan())
     assert "What to change first: train only LoRA factors." in error.__notes__[-1]

@@ -164,7 +164,7 @@ def test_a_parameter_recovers_from_non_finite_values(dtype, broken, remainder):
 
 
 def test_remainders_of_a_different_precision_are_dropped():
-    """A state that went through a run in float32 has none; nor has one in which some are missing or of float16."""
+    """A float32 run keeps no remainders. A run that lacks some, or has them in float16, starts without any."""
     low, optimizer = begun(torch.bfloat16)
     trained(low, optimizer, 25)
     high, wide = begun(torch.float32)

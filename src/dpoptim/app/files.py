@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True) -> None:
-    """Fill a folder (mode 0700 if secret, else by the umask), flush and rename it; a failure leaves nothing."""
+    """Fill a folder (mode 0700 if secret, else by the umask), flush and rename it; a failure leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
     mask = os.umask(0o077)

@@ -2,7 +2,7 @@
 
 If a batch is small, the GPU waits for the host to launch several hundred operations. A graph launches them all at once,
 for one shape. The first batch of a shape runs with every check, the second is captured, and later ones are replayed.
-All of them run the same operations on the same padded rows, so a resumed run repeats its sums, whatever is captured.
+All of them run the same operations on the same padded rows, so a resumed run repeats its sums, with or without graphs.
 
 A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
 parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
@@ -116,8 +116,8 @@ class Captured:
 
     def _warn_about_capture(self, reason: str) -> None:
         self._warn_once(
-            f"a batch could not be captured ({reason}) and runs without a graph. Model and losses must not wait for "
-            "the device (.item(), print), and must run the model once, on all rows"
+            f"a batch could not be captured ({reason}) and runs without a graph. The model must run once, on all "
+            "rows, and neither model nor losses may wait for the device (.item(), print)"
         )
 
     def _run(self, batch: _Batch) -> Tensor:
@@ -167,7 +167,7 @@ class Captured:
             (shape.replay or shape.run)()
         except _RunsModelDifferently:
             shape.runs_once = False
-            self._warn_about_capture("a model that runs more than once, or not on all rows")
+            self._warn_about_capture("the model ran more than once, or not on all rows")
             return self._run(batch)
         losses = shape.losses[: batch.examples].clone()
         self._engine.buffers.begin(restart=True)
@@ -232,7 +232,7 @@ class _Shape:
     def __init__(self, sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> None:
         self._sums, self._workspace = sums, workspace
         self.batch = batch  # its inputs
-        self.real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)  # whose losses count
+        self.real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)  # rows that count
         self.losses: Tensor
         self.found: ClipResult
         self.explanation: Explanation
@@ -258,7 +258,7 @@ class _Shape:
         self.losses = self.differentiate(clip_and_sum)
         self.explanation = self._sums.explain()
         if is_first and host_generators() != before:
-            self.can_be_captured = False  # a graph would repeat what the host drew, such as which layers to skip
+            self.can_be_captured = False  # a graph would repeat the draws of the host, such as which layers to skip
         self.has_run = True
 
     def differentiate(self, use: Callable[[PhysicalBatch], None]) -> Tensor:
@@ -289,7 +289,7 @@ class _Shape:
 
 
 class _RandomState:
-    """The state of torch's generators when a batch ran, so that rows which run again draw the same numbers."""
+    """The state of torch's generators when a batch ran, so that recomputed rows draw the same numbers."""
 
     def __init__(self) -> None:
         self._devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -348,7 +348,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
 def _no_masks_from_values() -> Iterator[None]:
     """Let the masks of transformers depend on which arguments are given, never on their values.
 
-    A capture cannot read values, and a run without a graph must round like a replay. Without a mask, none is built.
+    A capture cannot read values, and a run without a graph must round like a replay. No mask is built unless given.
     """
     with contextlib.ExitStack() as stack:
         for name in ("masking_utils", "modeling_attn_mask_utils"):

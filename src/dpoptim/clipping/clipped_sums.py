@@ -111,7 +111,7 @@ class ClippedSums:
                 batch.add_ready()
         except BaseException:  # for example out of memory or Ctrl-C: half a batch must never be released
             self._forget()
-            self.examples = counted  # so that the batch is refused, as examples are missing
+            self.examples = counted  # the batch is then refused, because examples are missing
             raise
 
     def _forget(self) -> None:
@@ -174,9 +174,9 @@ class ClippedSums:
     ) -> None:
         """Add a copy of what `clip_and_sum_into` computed for a batch in which `examples` rows count.
 
-        Examples that need recomputing are not in it. `again(rows)` differentiates the batch once more without a graph
-        and adds these rows with `clip_and_sum_rows`. They are numbered as the model got them. The host reads them only
-        when the next such batch is added or the sums are taken, so it can prepare a batch while the device is busy.
+        It leaves out examples that need recomputing. `again(rows)` differentiates the batch once more without a graph
+        and adds these rows with `clip_and_sum_rows`. `rows` are the model's row numbers. The host reads them only when
+        the next such batch is added or the sums are taken, so it can prepare a batch while the device is busy.
         """
         rows_to_recompute = _rows_to_recompute(found, found.needs_recompute.clone())
         self._settle()
@@ -202,7 +202,7 @@ class ClippedSums:
             settle()
 
     def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
-        """Clip examples whose positions nearly cancel: the vector that is measured is the one that is summed."""
+        """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
         for j in rows:
             self._clip_and_sum_one(batch, j, factor)
 

@@ -296,8 +296,8 @@ class Engine:
     ) -> CheckedLoss | None:
         """Check that examples do not mix in the model and its loss; return None if the batch cannot show mixing.
 
-        This engine relies on the result, and with `lasting` every engine of the model that attaches later. With
-        `covers_calls`, for the loss that is trained next, such calls of the model need no check of their own.
+        This engine relies on the result; with `lasting`, so does every engine that attaches to the model later. With
+        `covers_calls`, this loss is the one trained next, and the model calls that it makes need no separate check.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:

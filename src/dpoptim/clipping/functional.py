@@ -63,9 +63,9 @@ def clipped_sum(
 def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
     """Check on one batch that each example's loss depends on that example alone.
 
-    Optimizers check the calls of the model by themselves, but cannot see a loss that mixes examples (in-batch
-    negatives, a loss normalised over the batch). Run this once before training. It is needed if the loss calls the
-    model more than once.
+    Optimizers check the model calls themselves, but they cannot see a loss that mixes examples (in-batch negatives, a
+    loss normalised over the batch). Run this once before training. It is required if the loss calls the model more
+    than once.
 
     Args:
         model: The model, with or without an optimizer, in the mode in which it is trained.

@@ -241,8 +241,8 @@ class PrivateMechanism:
         self.loader_key_fingerprint, self.part_limit = ticket.key_fingerprint, ticket.part_limit
         if not ticket.opens_batch and not self._batch_is_open:
             self._refuse_batch(
-                "an earlier part of this batch failed, so the rest cannot count. Create the loader with its own key, "
-                f"run_id and start_step={self.step}"
+                "an earlier part of this batch failed, so the rest is refused. Create the loader again, with its own "
+                f"key and run_id, and start_step={self.step}"
             )
         if ticket.is_placeholder:
             self._drop(everything=True)

@@ -19,7 +19,7 @@ class Ticket:
     """One physical batch: its step, and what the optimizer does with it."""
 
     loader: weakref.ref[Any]
-    generation: int  # each new iteration of the loader raises its own, which voids the tickets of older ones
+    generation: int  # each new iteration of the loader raises it, which voids older tickets
     step: int
     key_fingerprint: str
     physical_examples: int

@@ -72,7 +72,7 @@ class PrivateLoader:
                 return remaining
             if not self.plan.sampling.is_random:
                 return remaining * -(-self.plan.batch_size // self.micro_batch_size)
-        raise TypeError("the number of micro-batches is unknown before a batch is drawn and cut. Use .steps instead.")
+        raise TypeError("the number of micro-batches is unknown before a batch is drawn and split. Use .steps instead.")
 
     def __iter__(self) -> Iterator[Any]:
         if self.next_step >= self.steps:
@@ -144,7 +144,7 @@ class PrivateLoader:
             if self.micro_batch_size is None or not len(indices):
                 return [indices.tolist()] if len(indices) else []
             parts = -(-len(indices) // self.micro_batch_size)
-            return [part.tolist() for part in np.array_split(indices, parts)]  # even parts have few shapes
+            return [part.tolist() for part in np.array_split(indices, parts)]  # equal parts have few shapes
         positions = cut_by_length(
             self.lengths[indices],
             max_tokens=self.micro_batch_tokens,
@@ -223,19 +223,19 @@ def private_loader(
     digest: str | None = None,
     check_schema: bool = True,
 ) -> PrivateLoader:
-    """Make a loader that draws the examples of every step as `plan.sampling` says.
+    """Make a loader that draws the examples of every step as `plan.sampling` prescribes.
 
     One iteration is the whole training: all steps of the plan, without a loop over epochs. A step that is yielded in
     parts gets one update; advance a scheduler only `if loader.step_ends`.
 
     Args:
         dataset: A map-style dataset. All examples must have the same keys and types. Lists and tuples are checked now,
-            others batch by batch; that refusal, and the step it happens in, are not covered by the guarantee.
+            other datasets batch by batch. The guarantee covers neither a later refusal nor the step of that refusal.
         plan: The same plan object that the optimizer gets.
-        key: The secret of the draws; a new one by default.
+        key: The secret key of the draws; a new one by default.
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
         micro_batch_size: The largest number of examples in a part.
-        lengths: One length per example, such as its tokens; then parts have similar lengths.
+        lengths: One length per example, such as its number of tokens. Each part then has examples of similar length.
         micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part.
         bucket: Padded widths are multiples of this.
         collate_fn: As in torch's DataLoader. It must not mix examples, nor have its own seed or random generator.

@@ -24,7 +24,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
             loss_per_example(model, batch).sum().backward()
             optimizer.step()
 
-    The guarantee of a model with dropout, or of a collator that draws masks, requires it.
+    The guarantee requires this if the model has dropout or the collator draws masks.
 
     Args:
         loader: The run's private loader.

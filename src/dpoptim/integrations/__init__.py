@@ -1,1 +1,1 @@
-"""Other people's training loops: Hugging Face, Accelerate and Opacus."""
+"""Training loops of other libraries: Hugging Face, Accelerate and Opacus."""

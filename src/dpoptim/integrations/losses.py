@@ -205,7 +205,7 @@ def _shifted(model: nn.Module, labels: Tensor) -> Any:
 
 
 def gathered(labels: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Labels and places of the targets, [examples, most targets, up to a `multiple`]; `IGNORED` where it has fewer."""
+    """Return labels and places of targets, [examples, most rounded up to `multiple`]; spare labels are `IGNORED`."""
     is_target = labels != IGNORED
     most = min(-(-max(1, int(is_target.sum(1).max())) // multiple) * multiple, labels.shape[1])
     places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]

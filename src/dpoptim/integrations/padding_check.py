@@ -41,7 +41,7 @@ def check_padding(
         for seed in range(_SEEDS):
             batch, collator_draws = _collated(collate, records, seed)
             if collator_draws and _lacks_targets(batch) and seed + 1 < _SEEDS:
-                continue  # without running the model: an empty text never has a target
+                continue  # do not run the model yet; an empty text never has a target
             drawn = generator_states()
             together = losses(model, copy.copy(batch)).float()
             loss_draws = generator_states() != drawn

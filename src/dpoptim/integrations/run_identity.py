@@ -23,7 +23,7 @@ _MAY_CHANGE = (  # of PrivacyArguments and recipes
 def run_header(optimizer: PrivateOptimizer, *, settings: Mapping[str, Any], data: str | None) -> RunHeader:
     """Build the header for `StepLedger.open`, after `optimizer.load_state_dict` if a run is resumed.
 
-    Model code and weights are not in it: if they change, the gradients of a repeated step do, which the ledger refuses.
+    It leaves out model code and weights. If they change, a repeated step has different gradients and is refused.
     """
     mechanism = optimizer.mechanism
     return RunHeader(

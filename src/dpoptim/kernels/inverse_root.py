@@ -47,8 +47,9 @@ class LazyInverseRoot:
 class ComputedScale(Mapping[str, Tensor]):
     """The scale of each parameter, computed from the second moment at every read, so that it takes no memory.
 
-    Each of `wholes` is the scale of several parameters. The optimizer changes the moments only after the sums were
-    released, and then sets a new scale. Any other change is refused.
+    Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. The
+    optimizer changes the moments only after it has released the sums, and then sets a new scale. Any other change is
+    refused.
 
     >>> moment = torch.tensor([16.0, 0.0, 1.0])
     >>> scale = ComputedScale([(LazyInverseRoot(moment, 0.5, 1.0, 1.0), {"weight": moment[:2], "bias": moment[2:]})])
@@ -67,7 +68,7 @@ class ComputedScale(Mapping[str, Tensor]):
         """Return the scale of a parameter, not computed yet."""
         if self._versions != [whole.moment._version for whole in self.wholes]:
             raise ValueError(
-                "the second moment, which gives the scale, was changed between two steps. Use load_state_dict() instead"
+                "the second moment, which sets the scale, was changed between two steps. Use load_state_dict() instead"
             )
         return self._roots[name]
 

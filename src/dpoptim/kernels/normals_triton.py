@@ -170,7 +170,7 @@ def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, s
     if ADDS:
         if SCALE is not None:
             own = tl.load(scale + shift + index, mask=inside, other=1.0)
-            if SCALE == "root":  # the product replaces two quotients: dividing by the rounded inverse differs by 1e-7
+            if SCALE == "root":  # one product instead of two quotients; results differ by 1e-7
                 row *= root_of(own, tl.load(settings + 2 * tensor), tl.load(settings + 2 * tensor + 1))
             else:
                 row = tl.div_rn(row, own)
@@ -204,7 +204,7 @@ class DeviceNormals:
         self._tiles = torch.from_numpy(np.stack(tiles).astype(np.int64)).to(device)
         firsts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         self._ranges = torch.tensor([firsts, stops, ends[:-1].tolist()], dtype=torch.int64, device=device)
-        self._is_even = not any(number % _STEP for number in (*firsts, *stops))  # then all places in a row are
+        self._is_even = not any(number % _STEP for number in (*firsts, *stops))  # then all places in a row are aligned
 
     def combined(self, step: int, coefs: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""

@@ -18,8 +18,8 @@ from dpoptim import kernels
 from dpoptim.kernels import norms_c
 from dpoptim.kernels.choose import on_gpu, outer_on_gpu
 
-BLOCK_ELEMENTS = 1 << 24  # of per-example gradients that are materialised at once (64 MiB in fp32)
-FAINT_WEIGHT = 1e-12  # below, a gradient is so long that its factors may come close to the limits of float32
+BLOCK_ELEMENTS = 1 << 24  # elements of per-example gradients materialised at once (64 MiB in fp32)
+FAINT_WEIGHT = 1e-12  # below this, a gradient is so long that its factors may approach the limits of float32
 DOT_ELEMENTS = 1 << 16  # products that are summed in float32 before the sum continues in float64
 NORM_ELEMENTS = 1 << 12  # the same for a norm that is summed in a single register
 
@@ -177,7 +177,7 @@ def with_padding(values: Tensor) -> Tensor:
 
 
 def look_up(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table, [*ids.shape, width]; an id that is not in the table raises, on a GPU as a failed assertion."""
+    """Rows of a table, [*ids.shape, width]; an unknown id raises an error, on a GPU a failed assertion."""
     if on_gpu(ids, table) and table.is_contiguous():
         return kernels.rows_triton.look_up(ids, table)
     return F.embedding(ids, table)
@@ -228,12 +228,12 @@ def row_weighted_sum(
 
 
 def _own_slots(ids: Tensor, num_rows: int) -> Tensor:
-    """Return example · num_rows + row for each look-up, so that each example has rows of its own."""
+    """Return example · num_rows + row for each look-up, so that each example has separate rows."""
     return ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
 
 
 def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
-    """Σ of the values at each place, float64 [count, width]: in float32 long sums depend on the order."""
+    """Σ of the values at each place, float64 [count, width]; in float32, long sums would depend on their order."""
     sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
     together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
     for some, rows in zip(places.split(together), values.split(together), strict=True):
@@ -249,7 +249,7 @@ def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) 
 
 
 def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
-    """The table that receives values[i] at row ids[i], on a GPU, without torch's default of atomics."""
+    """The table that receives values[i] at row ids[i], on a GPU, without the atomics that torch uses by default."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
     try:

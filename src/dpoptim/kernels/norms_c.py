@@ -22,7 +22,7 @@ from dpoptim.kernels.threads import in_chunks, in_threads
 WORTH_COMPILING = 1 << 28  # from this many products on, a second of compiling pays off
 WORTH_COMPILING_SQUARES = 1 << 22  # the same for squared elements
 _ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
-_ROWS_OF_TILES = 8  # the most that the loops have; zeros fill up the last tile
+_ROWS_OF_TILES = 8  # the most rows that a tile has; zeros fill the last tile
 _BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
 _SOURCE = """
@@ -84,7 +84,8 @@ static double sum_lanes(const wide *total) {
 }
 
 /* Sum `term` over HIGH rows and all columns: in float32 for each lane of a strip of columns, added to `total`. The
-   rest of the columns is returned. Rows of `factor` from `rows` on are not read; their products must be 0. */
+   sum over the remaining columns is returned. Rows of `factor` from `rows` on are not read: their products must be
+   0. */
 static inline __attribute__((always_inline)) double high_tiles(
     const float *left, const float *right, const float *factor, wide *total, int64_t rows, int64_t positions,
     int64_t cols, int64_t left_stride, int64_t right_stride, int64_t factor_stride, int squared) {
@@ -103,7 +104,7 @@ static inline __attribute__((always_inline)) double high_tiles(
             for (int i = 0; i < HIGH / 4; i++) {
                 l[i] = ((const quad *)(left + t * left_stride))[i];
 #if defined(__aarch64__)
-                __asm__("" : "+w"(l[i]));  /* keep it in a vector register, whose lanes can be multiplied by */
+                __asm__("" : "+w"(l[i]));  /* keep it in a vector register, to multiply by single lanes */
 #endif
             }
 #pragma GCC unroll 8

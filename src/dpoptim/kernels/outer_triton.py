@@ -166,7 +166,7 @@ def _sizes(
 
 @functools.lru_cache(maxsize=512)
 def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
-    """Return the examples per program for which all end together; `overhead` is a program's fixed cost in examples."""
+    """Return the examples per program that let all programs end together; `overhead` is the fixed cost in examples."""
 
     def cost(group: int) -> float:
         rounds = cdiv(tiles * cdiv(examples, group), slots)
@@ -199,7 +199,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
         SCALED=scale is not None, **tiles.constants, **tiles.options,
     )  # fmt: skip
-    if out.numel() > 1 << 20:  # torch copies what it sums in a different dtype
+    if out.numel() > 1 << 20:  # torch would copy all of it to sum it in a different dtype
         out = out.view(examples, tiles.count, tiles.high).sum(2)
     return out.sum(1, dtype=torch.float64)
 

@@ -31,7 +31,7 @@ def processors(device: torch.device) -> int:
 class HeldTables:
     """Tables that the kernels of a CUDA graph read at every replay, in memory outside of the graph's pool.
 
-    They are written once, after the capture. A copy inside the graph, as for tables that do not fit, runs every time.
+    They are written once, after the capture. Tables that do not fit are copied inside the graph, at every replay.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ held: HeldTables | None = None
 def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:
     """int64 [programs, 4]: number of the tensor, from `first` on, where the program begins in it, and its size.
 
-    A size is the number of elements and one more number. The table is the same at every step: it stays on the device.
+    A size is the number of elements and one more number. The table stays on the device: no step changes it.
     """
     parts = _parts_on(sizes, span, device, first)
     if held is not None:

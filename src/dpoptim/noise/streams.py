@@ -26,8 +26,8 @@ Scale = Sequence[torch.Tensor | LazyInverseRoot] | None
 class NoiseMemory:
     """How correlated noise stores its past rows.
 
-    16 bits are integers on an even grid with a secret dither made from the key. Reading a row back adds an error that
-    is uniform, independent of everything else and about 2^-12 of the noise.
+    With 16 bits, rows are integers on an even grid, with a secret dither made from the key. Reading a row back adds an
+    error that is uniform, independent of everything else and about 2^-12 of the noise.
 
     Args:
         bits: 32 for float32 (float64 for float64 parameters), or 16.

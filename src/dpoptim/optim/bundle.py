@@ -57,12 +57,12 @@ class ParameterBundle:
         return any(parameter.dtype != self.dtype for parameter in self.parameters)
 
     def values(self) -> Tensor:
-        """Return the parameters as one vector, for reading, with what rounding removed from them.
+        """Return the parameters, with what rounding removed from them, as one vector for reading.
 
         An update is often smaller than half of the last bit of a 16-bit parameter and would be lost in every step. So
-        `state["rounding"]` keeps the remainder. It counts only where value and remainder round to what is stored, so a
-        parameter that is set from outside changes by at most half of its last bit. A bfloat16 number is the upper half
-        of a float32 word, so its remainder is the difference of two words, which 16 bits hold up to the last bit.
+        `state["rounding"]` keeps the remainder. It is used only where value + remainder rounds to the stored value. So
+        a parameter that is set from outside changes by at most half of its last bit. A bfloat16 number is the upper
+        half of a float32 word, so its remainder is the difference of two words, which 16 bits hold up to the last bit.
         """
         stored = self._stored()
         if not self.rounds:

@@ -34,7 +34,7 @@ class Geometry:
         return None if lazy is None else lazy.tensor()
 
     def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
-        """Return `scale`, not computed yet, if it is an inverse root of a state vector that changes in steps only."""
+        """Return `scale`, not computed yet, if it is an inverse root of a state vector that only `step()` changes."""
         return None
 
 

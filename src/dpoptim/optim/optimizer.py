@@ -50,13 +50,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
             same noise.
         external_batches: True if the caller draws batches as the plan says, without a `private_loader`.
         noise_memory: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
-        clipping_memory: Bytes that a physical batch may use to clip faster, beyond what it needs; see `explain()`.
+        clipping_memory: Extra bytes that a physical batch may use to clip faster; see `explain()`.
         allow_mixing: A reason to train even though examples mix in the model. The guarantee does not cover that, and
             `plan.statement()` prints the reason.
 
     Attributes:
-        observers: Functions called in every step with what was released, before the parameters move. They must not
-            change it. At that moment `mechanism.scale` is still the scale of the step.
+        observers: Functions called in every step with what was released, before the parameters change. They must
+            not modify it. At that point `mechanism.scale` is still the scale of the step.
         remedies: What an out-of-memory error in `step()` recommends.
 
     Raises:
@@ -147,8 +147,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 Padding does not count. None pads by at most an eighth.
 
         Returns:
-            A function that does for a batch what `losses(*batch).sum().backward()` does and returns the losses. On a
-            GPU it runs one CUDA graph per shape, on a CPU the functions themselves.
+            A function of a batch that replaces `losses(*batch).sum().backward()` and returns the losses. On a GPU it
+            runs one CUDA graph per shape, on a CPU the functions themselves.
 
         >>> import dpoptim
         >>> model = nn.Linear(3, 1)
@@ -167,7 +167,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the batch: release it with noise, then update the parameters. Return what `closure` returns.
 
-        If memory runs out, the batch is dropped, and a note on the error says what to change.
+        If memory runs out, the batch is dropped, and a note on the error recommends what to change.
         """
         loss = None
         if closure is not None:

@@ -27,7 +27,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS
 
 @dataclass(frozen=True, kw_only=True)
 class Remedies:
-    """Changes that save memory, in the words of the settings that the user has; "" where there is no such setting."""
+    """Changes that save memory, as settings of the interface in use; "" where there is no such setting."""
 
     smaller_batches: str | None = None  # None halves the parts of the `private_loader`
     clipping: str = "create the optimizer with clipping_memory=0"
@@ -52,7 +52,7 @@ def advising(optimizer: PrivateOptimizer, doing: str) -> Iterator[None]:
 
 
 def add_advice(error: Exception, optimizer: PrivateOptimizer, doing: str) -> None:
-    """Note on an out-of-memory error what used the memory and what to change, unless it has such a note."""
+    """Note on an out-of-memory error what used the memory and what to change, unless it already has such a note."""
     if is_out_of_memory(error) and not has_advice(error):
         error.add_note(_advice(optimizer, doing))
 
@@ -72,7 +72,7 @@ def _advice(optimizer: PrivateOptimizer, doing: str) -> str:
     if doing == UPDATING:  # its memory does not depend on the batch
         state = "The update is incomplete: resume from a checkpoint."
     else:
-        state = f"Nothing of step {mechanism.step + 1} has been released."
+        state = f"Step {mechanism.step + 1} has released nothing."
         if smaller:
             changes.append(f"{smaller} (the guarantee and the expected batch of {batch} stay the same)")
         if smaller and mechanism.step:
@@ -102,7 +102,7 @@ def _known_use(optimizer: PrivateOptimizer, setting: str, limit: int) -> str:
         "noise": optimizer.mechanism.noise_memory_bytes,
         "clipped sums": sum(p.numel() * max(4, p.element_size()) for p in trained),
     }
-    with contextlib.suppress(Exception):  # nothing was clipped yet; advice must not hide the error it is for
+    with contextlib.suppress(Exception):  # nothing may have been clipped yet, and advice must not hide the error
         last, by_token = optimizer.mechanism.explain(), setting == "micro_batch_tokens"
         each = sum(own.held_bytes for own in last.parameters) / last.examples
         each /= max(1, *(own.positions for own in last.parameters)) if by_token else 1

@@ -137,7 +137,7 @@ def joint_moments(
 
     Args:
         rule: The update rule. None is Adam with eps at the noise's standard deviation.
-        square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
+        square_weight: λ. None is 1/(2·clip_norm²). Up to this λ, the square is free under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
     rule = _floored(rule, plan, release)
@@ -212,7 +212,7 @@ def noiseless_preconditioner(
 ) -> PrivateOptimizer:
     """Create a baseline that is NOT PRIVATE: ν of the squared average gradient without noise.
 
-    The plan must declare this, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
+    The plan must declare this, so that its statement prints it: `plan.with_release(dpoptim.NoiselessSquare())`.
 
     Args:
         plan: A calibrated plan that releases a `NoiselessSquare`.
@@ -320,8 +320,8 @@ def _stable_eps_scale(
 ) -> float:
     """The given ε, with a warning if it is unstable (below a·noise^(2p)); by default (2·noise)^(2p)·a.
 
-    The noise on g̃ has variance φ(ν̂ᵖ/ε + 1)², which returns into ν̂. Pure noise rests where y = √(ν̂/φ), the growth of its
-    standard deviation, satisfies y = 1 + y^(2p)·φᵖ/ε. For p ≥ ½ such a y exists only from ε = a·φᵖ on, with
+    The noise on g̃ has variance φ(ν̂ᵖ/ε + 1)², which feeds back into ν̂. Pure noise settles where y = √(ν̂/φ), the growth
+    of its standard deviation, satisfies y = 1 + y^(2p)·φᵖ/ε. For p ≥ ½ such a y exists only from ε = a·φᵖ on, with
     a = (2p)^(2p)/(2p−1)^(2p−1). At ε = (4φ)ᵖ, y is 2 for every p ≤ ½. At p = 0 the scale is constant, so ε = ∞. A sum
     over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
     """

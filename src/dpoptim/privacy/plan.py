@@ -262,7 +262,7 @@ class PrivacyPlan:
         return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
 
     def statement(self, delta: float | None = None) -> str:
-        """Return the privacy statement for an auditor: what is guaranteed, by which proof, on which assumptions."""
+        """Return the privacy statement for an auditor: the guarantee, its proof and its assumptions."""
         return privacy_statement(self, delta=delta)
 
     def to_dict(self) -> dict[str, Any]:

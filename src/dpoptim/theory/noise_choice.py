@@ -122,10 +122,10 @@ def choose_noise(
     """Choose the mechanism with the least error at (ε, δ) that fits into memory.
 
     `Shuffled()` has no amplification, so every mechanism is compared. Under `Poisson()` and `CyclicPoisson()` the proof
-    needs banded noise and cyclic sampling. There the best number of bands is searched, and the chosen plan's sampling
-    is CyclicPoisson with that number (Poisson for one band). Among errors within 0.5 % of the least, the fewest normals
-    per step decide, then memory. Mechanisms with more than 16 rows of normals per step are listed but not chosen.
-    Independent noise needs no memory, so something always fits.
+    needs banded noise and cyclic sampling. So the function searches for the best number of bands, and the chosen plan
+    samples with that CyclicPoisson (Poisson for one band). Among mechanisms within 0.5 % of the least error, it takes
+    the one with the fewest normals per step, then the least memory. Mechanisms with more than 16 rows of normals per
+    step are listed but not chosen. Independent noise needs no memory, so one mechanism always fits.
 
     Args:
         plan: The plan without a noise multiplier, of at most 100,000 steps; its noise is ignored.

@@ -5,9 +5,9 @@ real batch are run and differentiated several times under the same random draws.
 replaced and get different output gradients. Outputs, input gradients and the per-example gradients of parameters must
 stay the same for a kept row.
 
-Not seen: mixing that needs more than `MAX_ROWS` rows (expert capacity), effects smaller than the rounding of the run's
-dtype, paths that only a later length, number or attribute opens, and whatever happens outside the function that is
-checked. A sound model is refused if it draws a data-dependent amount of random numbers.
+The check does not see mixing that needs more than `MAX_ROWS` rows (expert capacity), effects smaller than the rounding
+of the run's dtype, paths that only a later length, number or attribute opens, or anything outside the checked function.
+A sound model is refused if it draws a data-dependent amount of random numbers.
 
 Arguments are tensors in tuples, lists and dicts, with the examples on the first axis. Tensors of a different length or
 without axes are shared by all examples and stay unchanged, like everything that is not a tensor. Sparse and nested

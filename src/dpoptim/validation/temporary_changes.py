@@ -1,4 +1,4 @@
-"""Change modules for a while."""
+"""Temporary changes to modules."""
 
 from __future__ import annotations
 

@@ -177,13 +177,13 @@ def test_masked_language_models_get_the_places_of_their_targets():
         assert found["places"][row, :count].tolist() == targets.nonzero().flatten().tolist()
         assert torch.equal(found["labels"][row, :count], batch["labels"][row, targets])
         assert found["labels"][row, count:].eq(IGNORED).all()
-    without = BatchShapes(model, lambda model, batch: None, 64)(batch)  # a function of your own sees all labels
+    without = BatchShapes(model, lambda model, batch: None, 64)(batch)  # a user's function sees all labels
     assert "places" not in without
     assert without["labels"].shape == without["input_ids"].shape
 
 
 def test_packed_texts_stay_packed():
-    """Positions that start again separate two texts in a row; only positions that the model counts are not searched."""
+    """Positions that restart separate two texts in one row. The search is skipped only for default positions."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -220,5 +220,5 @@ def test_packed_texts_stay_packed():
         ({"a": 1}, False),
     ],
 )
-def test_rows(batch, expected):
+def test_has_rows(batch, expected):
     assert has_rows(batch) is expected

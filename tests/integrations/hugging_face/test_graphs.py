@@ -100,7 +100,7 @@ def test_graphs_train_as_a_plain_backward_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [torch.tensor(2.0), torch.ones(2)], ids=["a scalar", "class weights"])
-def test_what_examples_share_runs_without_a_graph(extra, tmp_path, monkeypatch):
+def test_a_batch_with_shared_values_runs_without_a_graph(extra, tmp_path, monkeypatch):
     replays = tape_graphs(monkeypatch)
 
     def collate(rows: list[Any]) -> dict[str, Any]:

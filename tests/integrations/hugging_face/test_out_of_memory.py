@@ -54,7 +54,7 @@ def test_smaller_batches_resume_where_no_step_is_repeated(tmp_path, monkeypatch)
     monkeypatch.setattr(clipped_sums, "_sum", fails)
     with pytest.raises(torch.OutOfMemoryError) as failed:
         first.train()
-    assert "Nothing of step 4 has been released." in failed.value.__notes__[-1]
+    assert "Step 4 has released nothing." in failed.value.__notes__[-1]
     assert "set per_device_train_batch_size=1 and gradient_accumulation_steps=6" in failed.value.__notes__[-1]
     monkeypatch.undo()
     smaller: Any = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}

@@ -57,7 +57,7 @@ def play(
     steps: int | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> GameResult:
-    """Train over as many canaries and blanks as the plan has examples; the seed decides coins, batches and noise."""
+    """Train on canaries and blanks, one per example of the plan; the seed determines coins, batches and noise."""
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def _along_canaries(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | 
 
 
 def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.random.Generator) -> NDArray[np.int64]:
-    """Examples in the order in which they become canaries: where batches are known, those drawn most often first."""
+    """Return the order in which examples become canaries: if batches are known, those drawn most often first."""
     order = generator.permutation(plan.num_examples)
     if plan.sampling.is_random:  # batches are secret, so they may not influence the choice
         return order

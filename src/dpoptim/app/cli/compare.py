@@ -186,7 +186,7 @@ def _row(row: dict[str, Any], result: dict[str, Any], *, is_best: bool) -> dict[
 
 
 def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
-    """mean ± half-width."""
+    """Format an interval as mean ± half-width."""
     if values["mean"] == float("inf"):
         return "diverged"
     text = form.format(times * values["mean"])
@@ -195,7 +195,7 @@ def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
 
 
 def _difference(row: dict[str, Any], metric: str) -> tuple[str, str]:
-    """The difference to the best variant, and whether its interval excludes 0."""
+    """The difference from the best variant, and whether its interval excludes 0."""
     found = row["difference_to_best"]
     if found is None:
         return "-", "-"
@@ -204,7 +204,7 @@ def _difference(row: dict[str, Any], metric: str) -> tuple[str, str]:
 
 
 def _word(value: Any) -> str:
-    """A value of a setting in short, such as 0.001 or 0.9:0.99."""
+    """Format the value of a setting briefly, such as 0.001 or 0.9:0.99."""
     if isinstance(value, list):
         return ":".join(map(_word, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -61,7 +61,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Name an argument that the command does not have, and the flag that was probably meant."""
+    """Report an unknown argument, and suggest the flag that was probably meant."""
     given = unknown[0]
     if not given.startswith("-"):
         return f"unexpected argument {given!r}; see {parser.prog} --help"

@@ -31,7 +31,7 @@ def record_hash(tokens: NDArray[np.int32]) -> int:
 
 
 def mask_key(name: str) -> int:
-    """The key of the masks of a step of a run, or of every evaluation: a record gets the same mask in all of them."""
+    """Return the key of the masks of one step, or of all evaluations, in which a record always gets the same mask."""
     digest = blake2b(name.encode(), digest_size=8, person=b"dpoptim/maskkey")
     return int.from_bytes(digest.digest(), "little", signed=True)
 
@@ -44,14 +44,14 @@ def target_counts(words: NDArray[np.int64], mask_fraction: float) -> NDArray[np.
 def masked(
     input_ids: Tensor,  # [examples, width]
     maskable: Tensor,  # [examples, width], True at tokens of the text itself
-    is_target: Tensor,  # [examples, most], True at the first as many places as an example has targets
+    is_target: Tensor,  # [examples, most]; each row is True as often as the example has targets, then False
     record: Tensor,  # [examples], hashes
     *,
     key: int,
     mask_id: int,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask tokens; return `input_ids` with masks, and the places and labels of the targets ([examples, most] each)."""
+    """Mask tokens; return the masked `input_ids`, and places and labels of the targets (each [examples, most])."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = _mix(record + key)[:, None]
     # The position in the last 20 bits makes all lots distinct, so that every device sorts them the same way.
@@ -61,7 +61,7 @@ def masked(
     own = input_ids.gather(1, places)
     draw = (_words(start, places, lane=1) & (2**63 - 1)) % 10
     other = (_words(start, places, lane=2) & (2**63 - 1)) % vocabulary
-    # 80 % of the targets become `mask_id`, 10 % a random token, and 10 % stay as they are.
+    # 80 % of the targets become `mask_id`, 10 % become a random token, and 10 % stay unchanged.
     shown = torch.where(draw < 8, mask_id, torch.where(draw == 8, other, own))
     return (
         input_ids.scatter(1, places, torch.where(is_target, shown, own)),

@@ -300,7 +300,7 @@ def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _
 
 
 def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
-    """Make a batch of random examples of these lengths; it has nothing of a record but the size of images or rows."""
+    """Make a batch of random examples of these lengths; records determine only the size of images or rows."""
     if prepared.lengths is not None:
         return prepared.at_step(prepared.collated(_random_texts(prepared, lengths)), 0)
     dataset: Any = prepared.dataset

@@ -60,7 +60,7 @@ class Curve:
     name: str
     title: str
     y_label: str
-    path: str  # where the log has the number
+    path: str  # the dotted key of the number in a log entry
     mark: Mark
     caption: str
     absent: str = "not logged"  # why no run logged it
@@ -68,7 +68,7 @@ class Curve:
     zero: bool = False  # of the y axis, as for `axis`
     log: bool = False
     fan: bool = False  # the number is a list of quantiles
-    is_epsilon: bool = False  # texts are rounded up, and the caption repeats the notes that the run logged about ε
+    is_epsilon: bool = False  # shown values are rounded up, and the caption repeats what the run logged about ε
 
     @property
     def gather(self) -> Callable[[Sequence[float]], float]:
@@ -320,7 +320,7 @@ def colour_class(run: int) -> str:
 
 
 def chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
-    """The chart of a number, thinned to `limit` ranges of steps; a sentence in its place if no run logged it."""
+    """Return the chart of a number, thinned to `limit` ranges of steps, or a sentence if no run logged it."""
     found = [quantiles_of(run) if curve.fan else [(step, [one] * 3) for step, one in curve.of(run)] for run in runs]
     if not any(found):
         return f"{curve.title}: {curve.absent}."

@@ -118,7 +118,7 @@ def _median(run: RunHistory, path: str) -> float | None:
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    """Make the whole HTML file; its policy allows its one script and style, by their hashes, and nothing else."""
+    """Make the HTML file; its security policy allows only its own script and style, by their hashes."""
     assets = files("dpoptim.app.report") / "assets"
     template, style, script = (assets.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)

@@ -98,8 +98,8 @@ def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[n
 class Diagnostics:
     """Measures the step between `before()` and `after()`.
 
-    Guarantee: the values are computed from what a step made public and from the plan's public numbers, so they may be
-    shown to anyone who may see the model.
+    Guarantee: the values are computed from what a step released and from the plan's public numbers, so anyone who may
+    see the model may see them.
     """
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
@@ -163,7 +163,7 @@ class Diagnostics:
 
 
 def _quantiles(tensors: Iterable[Tensor], numel: int) -> list[float]:
-    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact."""
+    """Return quantiles of at most a million evenly spaced coordinates of `numel`; minimum and maximum are exact."""
     every, at = -(-numel // _MOST_SORTED), 0
     some, lows, highs = [], [], []
     # One tensor at a time, because a large model's scale is computed when it is read.

@@ -124,7 +124,7 @@ def resume(
             if released > saved:
                 name, value = next(iter(changes.items()))
                 raise ValueError(
-                    f"{name}={value} would change how step {saved + 1} rounds, and it was released after the last "
+                    f"{name}={value} would change the rounding of step {saved + 1}, which was released after the last "
                     f"checkpoint. Resume without it, stop with Ctrl-C after step {released}, and change it then."
                 )
             write_text(place.recipe_file, recipe.to_toml())  # later sessions must repeat the same sums

@@ -27,7 +27,7 @@ _LOG = "log.jsonl"
 
 
 class RunLog:
-    """Appends entries to a log, one JSON object per line, and mirrors their numbers to a folder of TensorBoard."""
+    """Appends entries to a log, one JSON object per line, and mirrors their numbers to a TensorBoard folder."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         """Append an entry."""
         entry: dict[str, Any] = {"kind": kind}
-        if kind in ("start", "end"):  # times of steps reveal the sizes of their batches
+        if kind in ("start", "end"):  # the times of steps would reveal the sizes of their batches
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
         with self._path.open("a", encoding="utf-8") as file:
@@ -170,7 +170,7 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
-    """Read runs, named by as much of their paths as differs; a folder of runs stands for all of them."""
+    """Read runs, and name each by the end of its path that differs; a folder of runs stands for all of them."""
     found = dict.fromkeys(path.resolve() for folder in folders for path in _runs_in(Path(folder).expanduser()))
     parts = [path.parts for path in found]
     length = next(n for n in itertools.count(1) if len({part[-n:] for part in parts}) == len(parts))

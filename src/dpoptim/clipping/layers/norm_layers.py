@@ -1,8 +1,8 @@
 """Normalization layers y = x̂ ⊙ weight + bias: with output gradient b, their gradients are sums of b ⊙ x̂ and b.
 
 LayerNorm, GroupNorm and RMS norms run as one function if possible; the others normalize without parameters, then scale
-and shift. Every model of transformers has its own class of RMS norm, y = x̂ ⊙ (weight + offset): they are recognized by
-what they compute.
+and shift. Every model of transformers has its own RMS norm class, y = x̂ ⊙ (weight + offset). These classes are
+recognized by what they compute.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RmsNormKind(NamedTuple):
     """How an RMS norm computes x̂ ⊙ (weight + offset), x̂ = x/√(mean x² + eps)."""
 
     offset: float
-    promotes: bool  # whether the result has the wider dtype of inputs and weight, or that of the inputs
+    promotes: bool  # whether the result has the wider dtype of inputs and weight, not that of the inputs
     eps: str  # the attribute's name
 
 

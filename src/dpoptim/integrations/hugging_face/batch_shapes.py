@@ -1,7 +1,7 @@
 """Give the batches of a collator few shapes, so that each shape can run as a CUDA graph.
 
 Everything here runs on the host, before a batch is sent to the device, and changes no loss: padding is masked and has
-no targets, a mask of ones is the same as none, and the places of targets are where the labels are.
+no targets, a mask of ones has no effect, and the places of targets come from the labels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpoptim.integrations.losses import BatchLosses, gathered
 from dpoptim.integrations.token_losses import IGNORED, without_peft
 from dpoptim.validation.temporary_changes import replaced
 
-_WIDTHS = 8  # the padded widths of a run
+_WIDTHS = 8  # at most this many padded widths in a run
 _TARGETS = 16  # masked language models: the number of targets is rounded up to a multiple of this
 _PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
 
@@ -32,7 +32,7 @@ def has_rows(batch: Any) -> bool:
 
 
 def without_packing(batch: Any) -> contextlib.AbstractContextManager[None]:
-    """Keep transformers from looking for packed texts in positions that the model counts itself: it would wait."""
+    """Stop transformers from searching the model's default positions for packed texts, which waits for the GPU."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     has_positions = isinstance(batch, Mapping) and "position_ids" in batch
     if has_positions or not hasattr(masking, "find_packed_sequence_indices"):
@@ -49,7 +49,7 @@ class BatchShapes:
         self._padding = {**_PADDING, "input_ids": pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0}
         mask = inspect.signature(type(inner).forward).parameters.get("attention_mask")
         task = losses.task if isinstance(losses, BatchLosses) else None
-        # A loss function of the user may read the mask itself.
+        # A user's loss function may read the mask itself.
         self._mask_is_optional = task is not None and mask is not None and mask.default is None
         self._gathers = task == "masked-lm" and losses.targets_only
         self._has_classes = task is not None and task.endswith("-classification") and task != "token-classification"
@@ -67,13 +67,13 @@ class BatchShapes:
         return inputs
 
     def _padded(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Pad everything of the width of the tokens, if it is known how and a mask hides the padding."""
+        """Pad all tensors as wide as the tokens, if each has a known padding value and a mask hides the padding."""
         shape = inputs["input_ids"].shape
         if self._longest is None or len(shape) != 2 or shape[1] >= self._longest or "attention_mask" not in inputs:
             return inputs
         alike = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.shape[1:2] == shape[1:]}
         if "labels" in alike and (self._has_classes or inputs["labels"].is_floating_point()):
-            alike.remove("labels")  # as many classes as tokens, by chance
+            alike.remove("labels")  # there are as many classes as tokens, by chance
         if not alike <= self._padding.keys() or any(inputs[name].shape != shape for name in alike):
             return inputs
         step = -(-self._longest // _WIDTHS)

@@ -31,7 +31,7 @@ class RunSecrets(NamedTuple):
 def run_secrets(
     privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None, checkpoint: str | None
 ) -> RunSecrets:
-    """Find the secrets of a checkpoint's run, or create those of a new run; the key is that of a given optimizer."""
+    """Find the secrets of a checkpoint's run, or create those of a new run; a given optimizer keeps its key."""
     output = Path(args.output_dir).resolve()
     folder = output.with_name(f"{output.name}.secret")
     file = None if privacy.key_file is None or optimizer is not None else Path(privacy.key_file)

@@ -44,7 +44,7 @@ _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs
 class PrivateTrainer(transformers.Trainer):
     """Train a Hugging Face model with differential privacy.
 
-    It takes the arguments of `transformers.Trainer`, and `privacy`:
+    It takes the arguments of `transformers.Trainer` and the argument `privacy`:
 
         trainer = PrivateTrainer(model=model, args=args, train_dataset=ds, data_collator=collator,
                                  privacy=PrivacyArguments(epsilon=8.0, delta=1e-6))
@@ -53,7 +53,7 @@ class PrivateTrainer(transformers.Trainer):
 
     Each step releases the noisy sum of clipped per-example gradients, divided by the EXPECTED batch size
     per_device_train_batch_size·gradient_accumulation_steps. At most per_device_train_batch_size examples are in memory
-    at once. An object trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
+    at once. A trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
 
     Args:
         model: The model to train.
@@ -63,8 +63,8 @@ class PrivateTrainer(transformers.Trainer):
         privacy: The privacy settings.
         plan: A calibrated plan, instead of epsilon, batch size and steps.
         loss_per_example: `loss_per_example(model, batch)` returns one loss per example. Defaults to the loss of the
-            model's class. On a GPU it runs as a CUDA graph: as Python code only for new shapes. So what it reads
-            besides the batch must be tensors that are updated in place.
+            model's class. On a GPU it runs as a CUDA graph, and as Python code only for new shapes. Anything else
+            that it reads must be in tensors that are updated in place.
         optimizers: An optimizer of dpoptim that was created with `plan`, and a scheduler or None.
         **options: Further arguments of `transformers.Trainer`.
 
@@ -77,7 +77,7 @@ class PrivateTrainer(transformers.Trainer):
     "not_private_loss", and the guarantee does not cover the log. Evaluation does not affect training.
     Every run has a new key in OUTPUT_DIR.secret (mode 0700), which is never uploaded with OUTPUT_DIR.
     A resumed run repeats released steps exactly. Different examples, settings or gradients are refused before noise is
-    made. For this all examples are read once when training begins.
+    made. To compare them, all examples are read once when training begins.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PrivateTrainer(transformers.Trainer):
         self._read: tuple[Any, NoiseKey, RecordFingerprint] | None = None  # the training examples
         self._steps: StepLoader | None = None
         self._shapes: Callable[[Any], Any] = lambda batch: batch
-        self._all_have_rows = True  # whether the collator returns nothing that examples share, such as class weights
+        self._all_have_rows = True  # False if the collator returns what all examples share (class weights)
         self._captured: Captured | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
@@ -174,7 +174,7 @@ class PrivateTrainer(transformers.Trainer):
         return self._steps
 
     def _micro_batch_size(self, factor_bytes: int) -> int:
-        """The examples per micro-batch: fewer under gradient checkpointing, which drops activations but not factors."""
+        """Return the micro-batch size; gradient checkpointing lowers it, because gradient factors stay in memory."""
         size: int = self.args.per_device_train_batch_size
         if not self.args.gradient_checkpointing or not factor_bytes:
             return size

@@ -1,4 +1,4 @@
-"""`PrivacyEngine`, `make_private` and `make_private_with_epsilon`: the arguments of Opacus, a plan of dpoptim."""
+"""`PrivacyEngine`, `make_private` and `make_private_with_epsilon`: arguments as in Opacus, with a plan of dpoptim."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Settings(TypedDict, total=False):
     """Further keyword arguments of `make_private` and `make_private_with_epsilon`.
 
     Arguments of Opacus, with its defaults:
-    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch.
+    loss_reduction: "mean" (default) or "sum": how the loop reduces the losses of a batch.
     poisson_sampling: True (default), or False for shuffled batches. Their ε is not amplified.
     criterion: Checked for a reduction that contradicts `loss_reduction`; never wrapped.
-    rand_on_empty: Accepted and ignored. An empty batch is a placeholder that does not count, and its step is noise.
+    rand_on_empty: Accepted and ignored. An empty batch has one placeholder that does not count; its step is only noise.
     grad_sample_mode: Accepted and ignored, except that "ghost" is refused.
     clipping, batch_first, wrap_model, noise_generator: Only the default is supported.
 

@@ -18,9 +18,10 @@ from dpoptim.integrations.opacus.optimizers import DPOptimizer
 class DPDataLoader:
     """A private loader that yields one epoch (`steps_per_epoch` steps) per iteration.
 
-    An iteration starts at the first step that was not released. So a batch that was only looked at, and the rest of an
-    epoch that was left early, are drawn again: the same step has the same examples. An empty Poisson sample is one
-    placeholder example, which the optimizer ignores. `len` counts steps, or the expected number of micro-batches.
+    An iteration starts at the first step that was not released. So a batch that was fetched but not trained on
+    is drawn again, and so is the rest of an unfinished epoch: the same step has the same examples. An empty Poisson
+    sample is one placeholder example, which the optimizer ignores. `len` counts steps, or the expected number of
+    micro-batches.
 
     Guarantee: That of `PrivateLoader`; steps beyond the plan are refused. What the model and the collator draw
     (dropout, masks) comes from the run's secret key, and torch's generators are restored after each step.

@@ -54,8 +54,8 @@ class ModuleValidator:
 
         Args:
             module: The module to copy.
-            num_groups: Of the GroupNorm that replaces a BatchNorm. Defaults to the largest of 1, 2, 4, ..., 32 that
-                divides the channels.
+            num_groups: The groups of a GroupNorm that replaces a BatchNorm. Defaults to the largest of 1, 2, 4, ..., 32
+                that divides the channels.
             replace_bn_with_in: Replace BatchNorm by InstanceNorm instead.
         """
         module = copy.deepcopy(module)
@@ -117,7 +117,7 @@ def split_own_loss(module: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 
 def restore_own_loss(module: nn.Module) -> None:
-    """Let the module return its loss as it computes it."""
+    """Let the module return its own loss again."""
     hook = _hooks.pop(module, None)
     if hook is not None:
         hook.remove()
