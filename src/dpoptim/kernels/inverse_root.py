@@ -50,11 +50,6 @@ class ComputedScale(Mapping[str, Tensor]):
     Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. The
     optimizer changes the moments only after it has released the sums, and then sets a new scale. Any other change is
     refused.
-
-    >>> moment = torch.tensor([16.0, 0.0, 1.0])
-    >>> scale = ComputedScale([(LazyInverseRoot(moment, 0.5, 1.0, 1.0), {"weight": moment[:2], "bias": moment[2:]})])
-    >>> scale["weight"], scale["bias"]
-    (tensor([0.2000, 1.0000]), tensor([0.5000]))
     """
 
     def __init__(self, parts: Sequence[tuple[LazyInverseRoot, Mapping[str, Tensor]]]) -> None:
