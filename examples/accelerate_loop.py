@@ -1,5 +1,6 @@
 """Train a text classifier privately in a custom loop with Accelerate.
 
+    pip install 'dpoptim[train,data]'
     python examples/accelerate_loop.py --model_name_or_path roberta-base --train_file reviews.csv \
         --labels bad good --output_dir out --epsilon 3 --delta 1e-6
 """

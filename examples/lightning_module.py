@@ -1,5 +1,6 @@
 """Train a LightningModule privately, with automatic optimization, on rows of numbers with one label each.
 
+    pip install dpoptim lightning
     python examples/lightning_module.py --train_file measurements.csv --labels no yes --epsilon 3 --delta 1e-6
 
 The last column is the label. Three things differ from an ordinary module:

@@ -2,6 +2,7 @@
 
 Only the adapters and the classification head are trained, get noise, and are saved.
 
+    pip install 'dpoptim[train,data]'
     python examples/lora_classification.py --model_name_or_path roberta-large --train_file reviews.csv \
         --labels bad good --rank 16 --output_dir out --epsilon 3 --delta 1e-6 --learning_rate 1e-3 \
         --per_device_train_batch_size 64 --gradient_accumulation_steps 16

@@ -1,5 +1,6 @@
 """Fine-tune a classifier on private texts: a Trainer script with three changes, marked <--.
 
+    pip install 'dpoptim[train,data]'
     python examples/text_classification.py --model_name_or_path roberta-base --train_file reviews.csv \
         --labels bad good --output_dir out --epsilon 3 --delta 1e-6 \
         --per_device_train_batch_size 64 --gradient_accumulation_steps 16

@@ -175,6 +175,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         f"The run takes no more than {plan.steps} steps on batches from its loader. A step is repeated, after resuming "
         "an older checkpoint, only with the same data and settings, and no copy of the run continues elsewhere.",
         secret,
+        "The starting weights do not depend on these records; otherwise the ε of their training adds to this one.",
         "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data. "
         "So are the names of labels, columns and classes, the vocabulary and the longest length, even if they were "
         "read from the data.",
