@@ -85,3 +85,13 @@ def test_nothing_is_printed_without_a_console(capsys):
         reporter.step(step=1, epsilon=1.0, seconds=0.0)
         reporter.message("done")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_narrow_terminal_shows_the_step():
+    file = io.StringIO()
+    with ProgressReporter(Console(file=file, force_terminal=True, width=60)) as reporter:
+        reporter.begin(step=0, steps=200, batch_size=10, whole_run=True)
+        reporter.evaluation({"step": 60, "loss": 3.567, "perplexity": 34.64})
+        reporter.step(step=60, epsilon=8.0, seconds=0.1)
+    assert "60/200" in file.getvalue()
+    assert "ε 8.0000" in file.getvalue()

@@ -8,7 +8,8 @@ import time
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from dpoptim.privacy.format_epsilon import format_epsilon
 
@@ -70,8 +71,10 @@ class ProgressReporter:
         self._end_stage()
         self._steps, self._batch_size, self._so_far = steps, batch_size, "for the whole run" if whole_run else "so far"
         if self._status is not None:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+            # In a narrow terminal only the description is cut.
+            rest = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+            columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(compact=True), rest)
+            self._bar = Progress(*columns, console=self._console, expand=True)
             self._bar.add_task("", total=steps, completed=step)
             self._bar.start()
 
