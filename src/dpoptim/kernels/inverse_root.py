@@ -13,11 +13,7 @@ from dpoptim.kernels import choose
 
 
 def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float) -> Tensor:
-    """Return 1 / (factor·max(moment, 0)^exponent + floor).
-
-    >>> inverse_root(torch.tensor([16.0, -1.0]), exponent=0.5, factor=2.0, floor=2.0)
-    tensor([0.1000, 0.5000])
-    """
+    """Return 1 / (factor·max(moment, 0)^exponent + floor), such as 0.1 for 16 with exponent ½, factor 2 and floor 2."""
     if exponent == 0.5 and choose.on_gpu(moment):
         return kernels.adam_triton.inverse_root(moment, factor, floor)
     root = moment.clamp(min=0).pow_(exponent)
