@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from tests.clipping.captured_loops import (
     warm,
     with_a_graph,
 )
-from tests.clipping.tape import tape_graphs
+from tests.clipping.tape import never_capture, tape_graphs
 
 
 def trained(
@@ -492,6 +494,31 @@ def test_an_interrupt_while_recomputing_drops_the_sums(monkeypatch, by):
         optimizer.step()
 
     assert_dropped(monkeypatch, run, interrupted, step, seen)
+
+
+def test_a_loss_that_shuffles_its_rows_counts_every_example_once(monkeypatch):
+    """It draws from numpy, so it runs without a graph; the recomputed rows see the same order."""
+    never_capture(monkeypatch)
+    force_recompute(monkeypatch, RECOMPUTED["first"])
+    model, (batch,) = model_of(), batches_of((4, 2))
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        order = torch.from_numpy(np.random.permutation(len(x)))
+        return losses_of(model)(x[order], y[order])[order.argsort()]
+
+    optimizer, run = captured_run(model, losses)
+    seen = seen_by(optimizer)
+    for number in range(8):
+        np.random.seed(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(*batch)
+        np.random.seed(99)
+        optimizer.step()
+    losses_of(model)(*batch).sum().backward()
+    optimizer.step()
+    for found in seen:
+        torch.testing.assert_close(found, seen[-1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("examples", [3, 4])

@@ -28,7 +28,7 @@ from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.clipping.mechanism import PrivateMechanism
-from dpoptim.data.secret_randomness import host_generators
+from dpoptim.data.secret_randomness import host_generators, save_rng_states
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
@@ -158,7 +158,7 @@ class Captured:
 
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
-        bounds, draws = self._sums.bounds(), _RandomState()
+        bounds, draws = self._sums.bounds(), save_rng_states()
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         scale = list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
@@ -175,7 +175,9 @@ class Captured:
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
-    def _add(self, shape: _Shape, batch: _Batch, draws: _RandomState, bounds: Hashable, held_scale: object) -> None:
+    def _add(
+        self, shape: _Shape, batch: _Batch, draws: Callable[[], None], bounds: Hashable, held_scale: object
+    ) -> None:
         """Add the sums of a shape's run. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
         self._follow_stream()
@@ -183,15 +185,15 @@ class Captured:
             again = partial(self._clip_rows_again, shape, batch, draws)
             self._sums.add_sums(self._workspace.sums, shape.found, batch.examples, shape.explanation, again)
         else:
-            with draws.repeated(), torch.enable_grad():
+            with _repeating(draws), torch.enable_grad():
                 self._run(batch)
             self._engine.flush()
 
-    def _clip_rows_again(self, shape: _Shape, batch: _Batch, draws: _RandomState, rows: list[int]) -> None:
+    def _clip_rows_again(self, shape: _Shape, batch: _Batch, draws: Callable[[], None], rows: list[int]) -> None:
         """Clip some rows one by one. The whole batch runs again as before, because `losses` may reorder its rows."""
         self._check_context()
         shape.fill(batch)
-        with draws.repeated(), torch.enable_grad():
+        with _repeating(draws), torch.enable_grad():
             shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=rows))
 
     def _check_context(self) -> None:
@@ -288,20 +290,15 @@ class _Shape:
         return losses.detach()  # autograd's nodes belong to this run's stream and must not outlive it
 
 
-class _RandomState:
-    """The state of torch's generators when a batch ran, so that recomputed rows draw the same numbers."""
-
-    def __init__(self) -> None:
-        self._devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        self._on_host, self._on_devices = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]
-
-    @contextlib.contextmanager
-    def repeated(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=self._devices):
-            torch.set_rng_state(self._on_host)
-            for device, state in zip(self._devices, self._on_devices, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
+@contextlib.contextmanager
+def _repeating(restore: Callable[[], None]) -> Iterator[None]:
+    """Draw the same random numbers again in this context: `restore` sets the generators to an earlier state."""
+    put_back = save_rng_states()
+    restore()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:

@@ -167,7 +167,6 @@ class Engine:
         self._loss_is_checked = False
         if (found := _losses_checked.get(self.model)) is not None:
             self._rely_on(found)
-            _losses_checked[self.model] = found._replace(calls=[])  # a later optimizer may train a different loss
         return previous
 
     def detach(self) -> None:
@@ -226,9 +225,6 @@ class Engine:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
         nested = self._called not in (None, module) and not is_whole  # an interrupted call begins again
-        if ModelCheck.running is not None and is_whole:
-            signature = self._signature(Arguments.of((args, kwargs), type(module).__name__))
-            ModelCheck.running.see_call(self, signature)
         if nested or not self.recording or self.checking:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
@@ -291,13 +287,11 @@ class Engine:
     def _signature(self, arguments: Arguments) -> Any:
         return [part.training for part in self._modules], arguments.structure, arguments.signature()
 
-    def check_losses(
-        self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool, covers_calls: bool = False
-    ) -> CheckedLoss | None:
+    def check_losses(self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool) -> CheckedLoss | None:
         """Check that examples do not mix in the model and its loss; return None if the batch cannot show mixing.
 
-        This engine relies on the result; with `lasting`, so does every engine that attaches to the model later. With
-        `covers_calls`, this loss is the one trained next, and the model calls that it makes need no separate check.
+        This engine relies on the result; with `lasting`, so does every engine that attaches to the model later. Calls
+        of the model are checked all the same: a loss may be 0 here, and hide an output that mixes examples.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
@@ -318,8 +312,7 @@ class Engine:
         self.buffers.check(waiting=False)
         if not is_conclusive:
             return None
-        calls = check.calls if covers_calls and check.all_rows_have_gradients else []
-        found = CheckedLoss(check.seen, calls, check.factor_bytes)
+        found = CheckedLoss(check.seen, check.factor_bytes)
         self._rely_on(found)
         if lasting:
             _losses_checked[self.model] = found
@@ -328,7 +321,6 @@ class Engine:
     def _rely_on(self, found: CheckedLoss) -> None:
         self._loss_is_checked = True
         self._seen.update(found.seen)
-        self._checked.setdefault(self.model, []).extend(found.calls)
 
     def expand_to_batch(self, tensor: Tensor, layer: str, *, has_labels: bool = False) -> Tensor:
         """Return the tensor with the batch as first axis; shared rows are expanded."""

@@ -84,25 +84,19 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
     Traceback (most recent call last):
     dpoptim.validation.example_independence.ExampleMixingError: examples mix: output 0 of loss_fn changes ...
     """
-    _check_losses(model, loss_fn, batch, covers_calls=False)
+    check_training_loss(model, loss_fn, batch)
 
 
 def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """Run `check_example_independence` on the loss that the next optimizer trains.
-
-    That optimizer does not check such calls of the model again.
+    """Run `check_example_independence`.
 
     Returns:
         The bytes that the gradient factors of one example take until its batch is clipped.
     """
-    return _check_losses(model, loss_fn, batch, covers_calls=True)
-
-
-def _check_losses(model: nn.Module, loss_fn: LossFunction, batch: Any, *, covers_calls: bool) -> int:
     engine = Engine(model, lambda _: None)
     with _attached(engine):
         losses = partial(_losses, model, loss_fn)
-        found = engine.check_losses(losses, batch, lasting=True, covers_calls=covers_calls)
+        found = engine.check_losses(losses, batch, lasting=True)
     if found is None:
         raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
     return found.factor_bytes

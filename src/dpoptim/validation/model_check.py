@@ -99,7 +99,6 @@ class CheckedLoss(NamedTuple):
     """What the check of a loss has shown. It holds no module, so that engines can store it weakly by model."""
 
     seen: LayerAxes
-    calls: list[Any]  # signatures of the calls of the model that need no check of their own
     factor_bytes: int  # the most that gradient factors take for one example
 
 
@@ -115,8 +114,6 @@ class ModelCheck:
     def __init__(self, owner: object, buffers: StateChangeGuard, *, allow_mixing: bool) -> None:
         self.owner, self.buffers, self.allow_mixing = owner, buffers, allow_mixing
         self.seen, self.has_gradients = LayerAxes(), False
-        self.calls: list[Any] = []  # signatures of the calls of the whole model
-        self.all_rows_have_gradients = True  # otherwise losses that are 0 may hide what their rows do to others
         self.factor_bytes = 0  # the most that gradient factors take for one example
         self._gradients: Gradients = []
         self._bytes = 0.0
@@ -135,9 +132,7 @@ class ModelCheck:
 
         def check(given: Arguments) -> bool:
             self._runs.clear()
-            self.calls.clear()
             self._take()
-            self.all_rows_have_gradients = True
             return check_independence(name, run_on, self._take, given, after_two_sizes=compare_sizes)
 
         ModelCheck.running = self
@@ -159,15 +154,7 @@ class ModelCheck:
     def _take(self) -> Gradients:
         taken, self._gradients = self._gradients, []
         self.factor_bytes, self._bytes = max(self.factor_bytes, round(self._bytes)), 0.0
-        if taken:
-            has_gradient = torch.stack([(sketch != 0).any(1).cpu() for _, sketch in taken]).any(0)
-            self.all_rows_have_gradients &= bool(has_gradient.all())
         return taken
-
-    def see_call(self, owner: object, signature: Any) -> None:
-        """Record a call of the whole model."""
-        if owner is self.owner and signature not in self.calls:
-            self.calls.append(signature)
 
     def see(self, owner: object, layer: str, module: nn.Module, args: Any) -> None:
         """Record a call of a layer."""
