@@ -235,6 +235,6 @@ def _loading(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        missing = "was not found: it is not a folder here, and the Hugging Face hub did not provide it"
+        missing = "does not exist: it is not a folder here, and the Hugging Face hub did not provide it"
         problem = "cannot be loaded" if Path(name).is_dir() else missing
         raise ValueError(f"{what}={name!r} {problem} ({first_line(error)})") from error
