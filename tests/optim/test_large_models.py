@@ -11,7 +11,8 @@ from torch import nn
 
 import dpoptim
 from dpoptim.kernels import choose
-from dpoptim.kernels.inverse_root import ComputedScale
+from dpoptim.kernels.flat import FlatTensors
+from dpoptim.kernels.inverse_root import ComputedScale, LazyInverseRoot
 from dpoptim.noise import NormalSource
 from dpoptim.optim import optimizer as optimizers
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
@@ -101,6 +102,20 @@ def test_a_computed_scale_stays_fixed_within_a_step(computed):
     optimizer.state[model[0].weight]["second_moment"].add_(1.0)
     with pytest.raises(ValueError, match="second moment"):
         trained(model, optimizer, 1)
+
+
+def test_the_ledger_sees_which_parameters_a_scale_belongs_to():
+    """Moments are restored by position, so groups in a different order give parameters a different scale."""
+    model, moments = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2))), torch.rand(2, 3, 3)
+    mechanism = dpoptim.scale_then_privatize(model, PLAN, 1e-2, external_batches=True).mechanism
+    sums, contents = FlatTensors(dict(model.named_parameters())), set()
+    for vector in sums.vectors:
+        vector.zero_()
+    for names in (["0.weight", "1.weight"], ["1.weight", "0.weight"]):
+        whole = LazyInverseRoot(moments.flatten(), 0.5, 1.0, 1.0)
+        mechanism.scale = ComputedScale([(whole, dict(zip(names, moments, strict=True)))])
+        contents.add(mechanism._content(sums, None, None))
+    assert len(contents) == 2
 
 
 def test_the_ledger_sees_a_changed_scale(computed):

@@ -10,6 +10,7 @@ import torch
 
 import dpoptim
 from dpoptim.clipping import PrivateMechanism, clipped_sums
+from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.optim import fused
 from dpoptim.optim.out_of_memory import is_out_of_memory
 from tests.optim.test_training import RUN, dataset, losses, mlp, plan, train
@@ -145,3 +146,23 @@ def test_other_errors_get_no_note(monkeypatch):
     fail_at(monkeypatch, "clipping", 1, RuntimeError("shapes do not match"))
     *_, error = run_until_error(plan())
     assert not hasattr(error, "__notes__")
+
+
+def test_a_batch_that_failed_before_the_step_is_refused(monkeypatch):
+    """Otherwise the step would release an empty batch in its place."""
+    model = torch.nn.Linear(3, 2)
+    plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=2, noise_multiplier=1.0)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1)
+
+    def fail(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    for batch in dpoptim.private_loader(torch.randn(8, 3), plan):
+        model(batch).sum().backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(ClippedSums, "clip_and_sum_rows", fail)
+            with pytest.raises(MemoryError):
+                optimizer.explain()
+        with pytest.raises(ValueError, match="number of differentiated examples"):
+            optimizer.step()
+        break
