@@ -157,7 +157,7 @@ def test_a_batch_that_failed_before_the_step_is_refused(monkeypatch):
     def fail(*args: object, **options: object) -> None:
         raise MemoryError
 
-    for batch in dpoptim.private_loader(torch.randn(8, 3), plan):
+    for (batch,) in dpoptim.private_loader(torch.utils.data.TensorDataset(torch.randn(8, 3)), plan):
         model(batch).sum().backward()
         with monkeypatch.context() as patched:
             patched.setattr(ClippedSums, "clip_and_sum_rows", fail)
