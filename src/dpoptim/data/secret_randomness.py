@@ -91,15 +91,16 @@ def host_generators() -> dict[str, bytes]:
     }
 
 
-def save_rng_states() -> Callable[[], None]:
-    """Save the generators' states; calling the result restores them."""
-    cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+def save_rng_states(*, host: bool = True) -> Callable[[], None]:
+    """Save the generators' states, optionally without those of the host; calling the result restores them."""
+    on_host = (torch.get_rng_state(), np.random.get_state(), random.getstate()) if host else None
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
     def put_back() -> None:
-        torch.set_rng_state(cpu)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        if on_host is not None:
+            torch.set_rng_state(on_host[0])
+            np.random.set_state(on_host[1])
+            random.setstate(on_host[2])
         torch.cuda.set_rng_state_all(gpus)
 
     return put_back
