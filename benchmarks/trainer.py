@@ -26,7 +26,8 @@ made up and have equal lengths. Nothing is saved, and the progress bar is off.
   different thread. cProfile sees them from Python 3.12 on; in earlier versions they count for run_backward.
 
 The other cases time a step of a loop as steps.py does, and its docstring describes the methods. "plain" uses the loss
-that the model computes, "off" dpoptim's fused loss; both are without privacy. "flat" and "scaled" are private.
+that the model computes, "off" dpoptim's fused loss; both are without privacy. "flat", "scaled" and "captured" (scaled,
+as one CUDA graph) are private.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ from rich.table import Table
 from steps import first_words, peaks, ran, timed
 from torch import nn
 
-TRAINERS, LOOPS = ("stock", "private"), ("plain", "off", "flat", "scaled")
-RATIOS = (("private", "stock"), ("flat", "off"), ("scaled", "off"), ("scaled", "plain"))
+TRAINERS, LOOPS = ("stock", "private"), ("plain", "off", "flat", "scaled", "captured")
+RATIOS = (("private", "stock"), ("flat", "off"), ("scaled", "off"), ("captured", "off"), ("scaled", "plain"))
 TRAININGS = 2  # of each trainer
 GROUPS = {  # of host time: the packages whose files count for them
     "dpoptim": ("dpoptim",),
@@ -158,7 +159,8 @@ def tiny_bert() -> nn.Module:
 
 def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
     """Return all cases with their methods; those for the CPU take seconds."""
-    fused = ("off", "flat", "scaled")
+    eager = ("plain", "off", "flat", "scaled")
+    fused = ("off", "flat", "scaled", "captured")
     adapters = ("plain", "off", "scaled")
     if device == "cpu":
         few = {"device": "cpu", "sizes": (4, 2, 16), "vocabulary": 64, "examples": 256, "warm": 1, "block": 1}
@@ -166,11 +168,11 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
             (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, **few), TRAINERS),
             (TrainerCase(model_name="BERT tiny", model=tiny_bert, labels=2, **few), TRAINERS),
             (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, checkpointed=True, **few), TRAINERS),
-            (llama("cpu", "tiny", 4, 16), LOOPS),
-            (llama("cpu", "tiny", 4, 16, checkpointed=True), LOOPS),
+            (llama("cpu", "tiny", 4, 16), eager),
+            (llama("cpu", "tiny", 4, 16, checkpointed=True), eager),
             (llama("cpu", "tiny", 4, 16, lora=True), adapters),
             (llama("cpu", "tiny", 4, 16, lora=True, checkpointed=True), adapters),
-            (masked_lm("cpu", 8, 32, width=64, vocabulary=2048, name="BERT 2 layers"), fused),
+            (masked_lm("cpu", 8, 32, width=64, vocabulary=2048, name="BERT 2 layers"), fused[:3]),
         ]
     wide = "BERT 2 layers, vocabulary 131072"
     return [
@@ -193,12 +195,12 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
             ),
             TRAINERS,
         ),
-        (llama(device, "1.2B", 8, 512), LOOPS),
-        (llama(device, "1.2B", 4, 2048), LOOPS),
-        (llama(device, "1.2B", 32, 512, checkpointed=True), LOOPS),
+        (llama(device, "1.2B", 8, 512), eager),
+        (llama(device, "1.2B", 4, 2048), eager),
+        (llama(device, "1.2B", 32, 512, checkpointed=True), eager),
         (llama(device, "8B", 4, 1024, lora=True), adapters),
         (llama(device, "8B", 16, 1024, lora=True, checkpointed=True), adapters),
-        (resnet(device, 128), ("off", "scaled")),
+        (resnet(device, 128), fused),
         # The two points of growth.py where privacy costs most.
         (masked_lm(device, 1024, 32, width=512, vocabulary=32768, name="BERT 2 layers"), fused),
         (masked_lm(device, 1024, 256, width=512, vocabulary=131072, name=wide), fused),

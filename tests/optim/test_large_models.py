@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.kernels import choose
+from dpoptim.clipping.gradient_factors import OuterProduct
+from dpoptim.clipping.parameter_gradients import ParameterGradients
+from dpoptim.kernels import choose, flat, inverse_root
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale, LazyInverseRoot
 from dpoptim.noise import NormalSource
@@ -201,3 +203,60 @@ def test_a_step_makes_no_temporary_of_the_models_size(variant, monkeypatch):
         torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() <= before + numel // 8  # an eighth of a byte per parameter
     assert torch.cuda.memory_allocated() - start <= 12.5 * numel  # cuBLAS takes some too
+
+
+VARIANTS = {
+    "scaled": dpoptim.scale_then_privatize,
+    "flat": dpoptim.post_processing,
+    "momentum": lambda *args, **settings: dpoptim.dp_sgd(*args, momentum=0.9, **settings),
+    "squares": dpoptim.joint_moments,
+}
+NOISES = {
+    "independent": {},
+    "BandMF": {"noise": dpoptim.Banded(bands=3)},
+    "16 bits": {"noise": dpoptim.Banded(bands=3)},
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sums_in_several_vectors_change_nothing(variant, noise, monkeypatch):
+    """Neither the noise nor the updates depend on how many vectors hold the sums."""
+    memory = dpoptim.NoiseMemory(bits=16) if noise == "16 bits" else dpoptim.NoiseMemory()
+    found, vectors = [], []
+    for limit in (1 << 27, 100):
+        monkeypatch.setattr(flat, "MAX_ELEMENTS", limit)
+        monkeypatch.setattr(inverse_root, "SMALL", 0)
+        monkeypatch.setattr(optimizers.PrivateOptimizer, "_computes_scale", lambda self, limit=limit: limit == 100)
+        model = small()
+        optimizer = VARIANTS[variant](
+            model, PLAN.replace(**NOISES[noise]), 1e-2, key=KEY, run_id="", external_batches=True, noise_memory=memory
+        )
+        optimizer.observers.append(lambda released: vectors.append(len(FlatTensors.vectors.__get__(released.gradient))))
+        found.append(trained(model, optimizer, 6))
+    assert set(vectors) == {1, 3}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_are_freed_while_they_are_summed(monkeypatch):
+    """A vector of sums takes memory only when it is needed, and then earlier gradients are gone."""
+    monkeypatch.setattr(flat, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(OuterProduct, "can_be_formed", False)  # keeps the factors of the two weights
+    model = small()
+    sums = begun(model).mechanism._sums
+    add, weighted_sum_into, batches, held = sums._add, ParameterGradients.weighted_sum_into, [], []
+
+    def add_seen(batch):
+        batches.append(batch)
+        add(batch)
+
+    def sum_seen(own, *args):
+        allocated = sum(vector is not None for vector in sums._sums._sums._vectors)
+        held.append((len(batches[0].gradients), allocated))
+        weighted_sum_into(own, *args)
+
+    monkeypatch.setattr(sums.engine, "on_batch", add_seen)
+    monkeypatch.setattr(ParameterGradients, "weighted_sum_into", sum_seen)
+    model(torch.randn(4, 7, dtype=torch.float64)).square().sum().backward()
+    sums.engine.flush()
+    assert held == [(3, 1), (2, 2)]  # the biases, and at first the other weight

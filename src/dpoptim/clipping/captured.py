@@ -158,7 +158,8 @@ class Captured:
 
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
-        bounds, draws = self._sums.bounds(), save_rng_states(host=shape.replay is None)  # a graph draws on the GPU only
+        draws_on_host = shape.replay is None or batch.device.type == "cpu"  # a graph draws on its GPU only
+        bounds, draws = self._sums.bounds(), save_rng_states(host=draws_on_host)
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         scale = list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
@@ -209,6 +210,7 @@ class _GraphWorkspace:
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
         self.sums = FlatTensors(sums.parameters)
+        assert self.sums.vectors  # which allocates them now, not while a graph is captured
         self.scale: FlatTensors | None = None
         self.memory: Any = None
         self.stream: Any = None

@@ -20,9 +20,9 @@ from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
-from dpoptim.kernels.flat import FlatTensors
+from dpoptim.kernels.flat import FlatTensors, group_parameters
 
-Gradients = Mapping[str, ParameterGradients]  # by parameter name
+Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
 
 
@@ -58,6 +58,7 @@ class ClippedSums:
         self.scale: Scale = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.with_squares = squares
+        self._saves_memory = len(group_parameters(self.parameters)) > 1  # at the cost of waiting for the device
         self.clear_sums()
         self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
@@ -123,12 +124,15 @@ class ClippedSums:
         factor = batch.examples if self.mean_loss else 1
         found, is_trusted = self._clip(batch.gradients, self.scale, factor)
         rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
-        _sum(batch.gradients, found.weights, self._sums, self._square_sums)
-        self.examples += batch.examples
         self._remember_norm_methods(batch)
+        if self._saves_memory:  # then the sums take memory as the gradients free it
+            self.clip_and_sum_rows(batch, rows(), factor)
+        _sum(batch.gradients, found.weights, self._sums, self._square_sums, free=self._saves_memory)
+        self.examples += batch.examples
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
-        self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
+        if not self._saves_memory:
+            self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
@@ -236,18 +240,24 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
     return squared, min_trusted_norm
 
 
-def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:
-    """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`."""
+def _sum(
+    gradients: Gradients,
+    weights: Tensor,
+    sums: _Accumulator,
+    square_sums: _Accumulator | None,
+    *,
+    free: bool = False,
+) -> None:
+    """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`; drop g_j if `free`."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
-    sums.add_dense(dense, weights)
-    if square_sums is not None:
-        square_sums.add_dense(dense, weights, squared=True)
-    for name, own in gradients.items():
-        if name in dense:
-            continue
+    for name in [name for name in gradients if name not in dense]:
+        own = gradients.pop(name) if free else gradients[name]
         sums.add_sum(name, own, weights.to(own.precision))
         if square_sums is not None:
             square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
+    sums.add_dense(dense, weights)  # last, because it allocates all sums
+    if square_sums is not None:
+        square_sums.add_dense(dense, weights, squared=True)
 
 
 def _rows_to_recompute(found: ClipResult, needs_recompute: Tensor) -> Callable[[], list[int]]:

@@ -23,7 +23,7 @@ from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
-from dpoptim.kernels.flat import FlatTensors, flatten, group_by_dtype_device
+from dpoptim.kernels.flat import FlatTensors, flatten, group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
@@ -122,13 +122,13 @@ class PrivateMechanism:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
         key = self.key.for_run(run_id)
-        # One stream for all parameters of a dtype and device; each parameter gets the noise it would get alone.
+        # One stream for all parameters of a vector; each parameter gets the noise it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
-            for (dtype, device), names in group_by_dtype_device(self._sums.parameters).items():
-                parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in names]
+            for group in group_parameters(self._sums.parameters):
+                parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in group.names]
                 rows = strategy.stream_of(
-                    key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
+                    key, parts, stream=stream, dtype=group.dtype, device=group.device, memory=self.noise_memory
                 )
                 self._noise[stream].append(rows)
 

@@ -1,8 +1,9 @@
-"""Flat storage: one vector per dtype and device, with a view for each parameter."""
+"""Flat storage: few vectors that hold all parameters, with a view for each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,17 +11,35 @@ from torch._utils import _unflatten_dense_tensors
 
 from dpoptim.kernels.norms import wide_dtype
 
+MAX_ELEMENTS = 1 << 27  # of a vector that holds several parameters
 
-def group_by_dtype_device(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
-    """Return the names of the parameters of each (dtype, device), in order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+
+class Group(NamedTuple):
+    """The parameters that share a vector: neighbours of one dtype and device."""
+
+    names: list[str]
+    numel: int
+    dtype: torch.dtype  # of the vector, at least float32
+    device: torch.device
+
+
+def group_parameters(parameters: Mapping[str, Tensor]) -> list[Group]:
+    """Return groups of at most `MAX_ELEMENTS` elements, in order; a larger parameter has a group of its own."""
+    found: list[Group] = []
+    last: dict[tuple[torch.dtype, torch.device], int] = {}  # the group to which a kind of parameters is added
     for name, parameter in parameters.items():
-        kinds.setdefault((wide_dtype(parameter.dtype), parameter.device), []).append(name)
-    return kinds
+        kind, numel = (wide_dtype(parameter.dtype), parameter.device), parameter.numel()
+        if kind in last and found[last[kind]].numel + numel <= MAX_ELEMENTS:
+            group = found[last[kind]]
+            found[last[kind]] = group._replace(names=[*group.names, name], numel=group.numel + numel)
+        else:
+            last[kind] = len(found)
+            found.append(Group([name], numel, *kind))
+    return found
 
 
 class FlatTensors(Mapping[str, Tensor]):
-    """One tensor per parameter, in at least float32, as views of one vector per dtype and device.
+    """One tensor per parameter, in at least float32, as views of one vector per group of parameters.
 
     >>> ones = FlatTensors({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, lambda *kind: torch.ones(*kind))
     >>> [len(vector) for vector in ones.vectors]
@@ -30,18 +49,30 @@ class FlatTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], make: Callable[..., Tensor] | None = None) -> None:
-        """Use the shapes and order of `parameters`; `make(numel)` creates each vector, uninitialized by default."""
-        self._parameters = parameters
-        self.vectors: list[Tensor] = []
-        self.names: list[list[str]] = []  # of the parameters in each vector
+        """Use the shapes and order of `parameters`; `make(numel)` creates each vector.
+
+        By default a vector is uninitialized, and takes memory only when it is first needed.
+        """
+        self._parameters, self._groups = parameters, group_parameters(parameters)
+        self._place = {name: place for place, group in enumerate(self._groups) for name in group.names}
+        self._vectors = [None if make is None else make(group.numel) for group in self._groups]
         self._views: dict[str, Tensor] = {}
-        for (dtype, device), names in group_by_dtype_device(parameters).items():
-            own = [parameters[name] for name in names]
-            numel = sum(parameter.numel() for parameter in own)
-            vector = torch.empty(numel, dtype=dtype, device=device) if make is None else make(numel)
-            self.vectors.append(vector)
-            self.names.append(names)
-            self._views.update(zip(names, unflatten(vector, own), strict=True))
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The parameters of each vector."""
+        return [group.names for group in self._groups]
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        return [self._vector(place) for place in range(len(self._groups))]
+
+    def _vector(self, place: int) -> Tensor:
+        vector = self._vectors[place]
+        if vector is None:
+            group = self._groups[place]
+            vector = self._vectors[place] = torch.empty(group.numel, dtype=group.dtype, device=group.device)
+        return vector
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """Return new tensors with `function` applied to each vector."""
@@ -49,13 +80,18 @@ class FlatTensors(Mapping[str, Tensor]):
         return FlatTensors(self._parameters, lambda numel: next(vectors))
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._views:
+            place = self._place[name]
+            names = self._groups[place].names
+            views = unflatten(self._vector(place), [self._parameters[other] for other in names])
+            self._views.update(zip(names, views, strict=True))
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._parameters)
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

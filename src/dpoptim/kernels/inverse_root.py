@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpoptim import kernels
 from dpoptim.kernels import choose
+from dpoptim.kernels.flat import unflatten
 
 
 def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float) -> Tensor:
@@ -40,19 +41,22 @@ class LazyInverseRoot:
         return self.exponent, self.factor, self.floor, self.start
 
 
-class ComputedScale(Mapping[str, Tensor]):
-    """The scale of each parameter, computed from the second moment at every read, so that it takes no memory.
+SMALL = 1 << 16  # elements; a smaller parameter's scale is computed alone
 
-    Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. The
-    optimizer changes the moments only after it has released the sums, and then sets a new scale. Any other change is
-    refused.
+
+class ComputedScale(Mapping[str, Tensor]):
+    """The scale of each parameter, computed from the second moment when it is read, so that it takes little memory.
+
+    Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. It is
+    computed for all of them at once, and held until a different part is read. The optimizer changes the moments only
+    after it has released the sums, and then sets a new scale. Any other change is refused.
     """
 
     def __init__(self, parts: Sequence[tuple[LazyInverseRoot, Mapping[str, Tensor]]]) -> None:
         self.wholes = [whole for whole, _ in parts]
-        self._roots = {
-            name: replace(whole, moment=moment) for whole, moments in parts for name, moment in moments.items()
-        }
+        self._parts = [moments for _, moments in parts]
+        self._part_of = {name: number for number, moments in enumerate(self._parts) for name in moments}
+        self._held: tuple[int, dict[str, Tensor]] = -1, {}
         self._versions = [whole.moment._version for whole in self.wholes]
 
     def lazy(self, name: str) -> LazyInverseRoot:
@@ -61,16 +65,25 @@ class ComputedScale(Mapping[str, Tensor]):
             raise ValueError(
                 "the second moment, which sets the scale, was changed between two steps. Use load_state_dict() instead"
             )
-        return self._roots[name]
+        number = self._part_of[name]
+        return replace(self.wholes[number], moment=self._parts[number][name])
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.lazy(name).tensor()
+        lazy, number = self.lazy(name), self._part_of[name]
+        if lazy.moment.numel() < SMALL:
+            return lazy.tensor()
+        if self._held[0] != number:
+            self._held = -1, {}  # frees memory first
+            moments = self._parts[number]
+            views = unflatten(self.wholes[number].tensor(), list(moments.values()))
+            self._held = number, dict(zip(moments, views, strict=True))
+        return self._held[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._roots)
+        return iter(self._part_of)
 
     def __len__(self) -> int:
-        return len(self._roots)
+        return len(self._part_of)
 
 
 def uncomputed(scale: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor | LazyInverseRoot]:

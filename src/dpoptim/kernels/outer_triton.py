@@ -154,9 +154,13 @@ def _sizes(
     """
     if dtype == torch.float32:
         return 64, 64, 32, 4, 3, 3
+    if positions <= 16:
+        return (64, 128, 16, 4, 5, 3) if held else (64, 256, 16, 4, 6, 2)
     halves = cdiv(positions, 32)
     if not held:
         return (128, 256, 64, 8, 4, 1) if halves % 2 == 0 and min(rows, cols) >= 1024 else (128, 128, 32, 4, 4, 3)
+    if halves % 2 == 0 and 128 < positions <= 256 and min(rows, cols) >= 512:
+        return 128, 256, 64, 8, 4, 1
     if halves % 2 == 0:
         return (64, 128, 64, 4, 3, 3) if positions <= 256 else (128, 128, 64, 8, 5, 1)
     if halves > 6 and min(rows, cols) >= 256:

@@ -17,7 +17,7 @@ SCALARS = {"noise_moment"}
 
 @dataclass(frozen=True)
 class ParameterBundle:
-    """The parameters of one group, precision and device, concatenated so that one operation serves them all.
+    """The parameters of one group that share a `FlatTensors` vector, so that one operation serves them all.
 
     `state` persists between steps and is saved, through views that the optimizer holds for each parameter. `transient`
     is recomputed when a run is resumed. `step` counts completed steps: 0 before the first release, t after the t-th.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpoptim.clipping import Captured, PrivateMechanism, Released
 from dpoptim.kernels import choose
+from dpoptim.kernels.flat import group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
@@ -252,13 +253,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
         """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""
-        found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
+        vectors = group_parameters({name: parameter for parameter, name in self._names.items()})
+        vector_of = {name: place for place, vector in enumerate(vectors) for name in vector.names}
+        found: dict[tuple[int, int], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter in self._names:
-                    kind = (index, parameter.dtype == torch.float64, parameter.device)
-                    found.setdefault(kind, []).append(parameter)
-        return [(index, parameters, {}, {}) for (index, _, _), parameters in found.items()]
+                    found.setdefault((index, vector_of[self._names[parameter]]), []).append(parameter)
+        return [(index, parameters, {}, {}) for (index, _), parameters in found.items()]
 
     def _bundles(self) -> Iterator[ParameterBundle]:
         """Yield each bundle, then create the per-parameter views of its new state."""
