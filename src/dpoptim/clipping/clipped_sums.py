@@ -127,7 +127,8 @@ class ClippedSums:
         self._remember_norm_methods(batch)
         if self._saves_memory:  # then the sums take memory as the gradients free it
             self.clip_and_sum_rows(batch, rows(), factor)
-        _sum(batch.gradients, found.weights, self._sums, self._square_sums, free=self._saves_memory)
+        gradients = batch.gradients if self._saves_memory else dict(batch.gradients)
+        _sum(gradients, found.weights, self._sums, self._square_sums)
         self.examples += batch.examples
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
@@ -162,10 +163,10 @@ class ClippedSums:
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
         found, _ = self._clip(batch.gradients, scale, 1)
+        self._remember_norm_methods(batch)
         sums = _Accumulator(self.parameters, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
-        self._remember_norm_methods(batch)
         return found
 
     def add_sums(
@@ -240,18 +241,11 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
     return squared, min_trusted_norm
 
 
-def _sum(
-    gradients: Gradients,
-    weights: Tensor,
-    sums: _Accumulator,
-    square_sums: _Accumulator | None,
-    *,
-    free: bool = False,
-) -> None:
-    """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`; drop g_j if `free`."""
+def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:
+    """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`; remove factors when added."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     for name in [name for name in gradients if name not in dense]:
-        own = gradients.pop(name) if free else gradients[name]
+        own = gradients.pop(name)
         sums.add_sum(name, own, weights.to(own.precision))
         if square_sums is not None:
             square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))

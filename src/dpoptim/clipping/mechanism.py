@@ -25,6 +25,7 @@ from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
 from dpoptim.kernels.flat import FlatTensors, flatten, group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
+from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
@@ -121,14 +122,15 @@ class PrivateMechanism:
     def _begin_run(self, run_id: str) -> None:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
-        key = self.key.for_run(run_id)
+        key, parameters = self.key.for_run(run_id), self._sums.parameters
         # One stream for all parameters of a vector; each parameter gets the noise it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
-            for group in group_parameters(self._sums.parameters):
-                parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in group.names]
+            for names in group_parameters(parameters):
+                parts = [TensorPart(name=name, numel=parameters[name].numel()) for name in names]
+                dtype, device = wide_dtype(parameters[names[0]].dtype), parameters[names[0]].device
                 rows = strategy.stream_of(
-                    key, parts, stream=stream, dtype=group.dtype, device=group.device, memory=self.noise_memory
+                    key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
                 )
                 self._noise[stream].append(rows)
 

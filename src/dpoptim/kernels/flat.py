@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +13,19 @@ from dpoptim.kernels.norms import wide_dtype
 MAX_ELEMENTS = 1 << 27  # of a vector that holds several parameters
 
 
-class Group(NamedTuple):
-    """The parameters that share a vector: neighbours of one dtype and device."""
-
-    names: list[str]
-    numel: int
-    dtype: torch.dtype  # of the vector, at least float32
-    device: torch.device
-
-
-def group_parameters(parameters: Mapping[str, Tensor]) -> list[Group]:
-    """Return groups of at most `MAX_ELEMENTS` elements, in order; a larger parameter has a group of its own."""
-    found: list[Group] = []
-    last: dict[tuple[torch.dtype, torch.device], int] = {}  # the group to which a kind of parameters is added
+def group_parameters(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of the parameters that share a vector: one dtype and device, at most `MAX_ELEMENTS`."""
+    groups: list[list[str]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}  # with their elements
     for name, parameter in parameters.items():
         kind, numel = (wide_dtype(parameter.dtype), parameter.device), parameter.numel()
-        if kind in last and found[last[kind]].numel + numel <= MAX_ELEMENTS:
-            group = found[last[kind]]
-            found[last[kind]] = group._replace(names=[*group.names, name], numel=group.numel + numel)
-        else:
-            last[kind] = len(found)
-            found.append(Group([name], numel, *kind))
-    return found
+        group, filled = open_groups.get(kind, ([], MAX_ELEMENTS))
+        if filled + numel > MAX_ELEMENTS:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(name)
+        open_groups[kind] = group, filled + numel
+    return groups
 
 
 class FlatTensors(Mapping[str, Tensor]):
@@ -53,25 +43,25 @@ class FlatTensors(Mapping[str, Tensor]):
 
         By default a vector is uninitialized, and takes memory only when it is first needed.
         """
-        self._parameters, self._groups = parameters, group_parameters(parameters)
-        self._place = {name: place for place, group in enumerate(self._groups) for name in group.names}
-        self._vectors = [None if make is None else make(group.numel) for group in self._groups]
+        self._parameters, self.names = parameters, group_parameters(parameters)
+        self._place = {name: place for place, names in enumerate(self.names) for name in names}
+        self._vectors = [None if make is None else make(self._numel(names)) for names in self.names]
         self._views: dict[str, Tensor] = {}
 
-    @property
-    def names(self) -> list[list[str]]:
-        """The parameters of each vector."""
-        return [group.names for group in self._groups]
+    def _numel(self, names: list[str]) -> int:
+        return sum(self._parameters[name].numel() for name in names)
 
     @property
     def vectors(self) -> list[Tensor]:
-        return [self._vector(place) for place in range(len(self._groups))]
+        return [self._vector(place) for place in range(len(self.names))]
 
     def _vector(self, place: int) -> Tensor:
         vector = self._vectors[place]
         if vector is None:
-            group = self._groups[place]
-            vector = self._vectors[place] = torch.empty(group.numel, dtype=group.dtype, device=group.device)
+            names = self.names[place]
+            first = self._parameters[names[0]]
+            vector = torch.empty(self._numel(names), dtype=wide_dtype(first.dtype), device=first.device)
+            self._vectors[place] = vector
         return vector
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
@@ -82,9 +72,8 @@ class FlatTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._views:
             place = self._place[name]
-            names = self._groups[place].names
-            views = unflatten(self._vector(place), [self._parameters[other] for other in names])
-            self._views.update(zip(names, views, strict=True))
+            own = {other: self._parameters[other] for other in self.names[place]}
+            self._views.update(zip(own, unflatten(self._vector(place), list(own.values())), strict=True))
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:

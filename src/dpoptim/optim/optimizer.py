@@ -254,7 +254,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
         """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""
         vectors = group_parameters({name: parameter for parameter, name in self._names.items()})
-        vector_of = {name: place for place, vector in enumerate(vectors) for name in vector.names}
+        vector_of = {name: place for place, names in enumerate(vectors) for name in names}
         found: dict[tuple[int, int], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
