@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from dpoptim.app.comparison.intervals import Interval
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from experiments.results_file import Line
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dpoptim.app.report.charts import CURVES, Mark, axis, format_number, plot, thin
 from dpoptim.app.report.page import all_numbers, guarantee_sentence, page, write_report
 from dpoptim.app.runs.run_log import RunHistory, read_runs
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from tests.app.page_reader import Element, parsed
 from tests.app.report_runs import (
     HOSTILE,

@@ -21,7 +21,7 @@ from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
-from dpoptim.data.rng_check import check_rng
+from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
 

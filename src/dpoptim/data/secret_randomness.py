@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dpoptim.data.loader import PrivateLoader
+if TYPE_CHECKING:
+    from dpoptim.data.loader import PrivateLoader
+
+_GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
 
 
 def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
@@ -104,3 +107,19 @@ def save_rng_states(*, host: bool = True) -> Callable[[], None]:
         torch.cuda.set_rng_state_all(gpus)
 
     return put_back
+
+
+def check_rng(**named: Any) -> None:
+    """Refuse an object with its own seed or generator: with a public seed, one more record shifts all draws."""
+    for name, value in named.items():
+        seed = getattr(value, "seed", None)
+        if isinstance(seed, int):
+            raise ValueError(
+                f"{name}.seed={seed} makes its draws public. Remove it: draws come from the run's secret key."
+            )
+        for attribute, part in getattr(value, "__dict__", {}).items():
+            if isinstance(part, _GENERATORS) and part is not torch.default_generator:
+                raise ValueError(
+                    f"{name}.{attribute} is a random generator with a public seed. Draw from torch, numpy or random "
+                    "instead, which are seeded from the run's secret key."
+                )

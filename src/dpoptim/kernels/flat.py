@@ -59,9 +59,8 @@ class FlatTensors(Mapping[str, Tensor]):
         vector = self._vectors[place]
         if vector is None:
             names = self.names[place]
-            first = self._parameters[names[0]]
-            vector = torch.empty(self._numel(names), dtype=wide_dtype(first.dtype), device=first.device)
-            self._vectors[place] = vector
+            numel, first = self._numel(names), self._parameters[names[0]]
+            vector = self._vectors[place] = first.new_empty(numel, dtype=wide_dtype(first.dtype))
         return vector
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
+from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING
 
 from dpoptim.privacy import accounting, release_types
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
-from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.privacy.release_types import IndependentMoments, JointMoments, NoiselessSquare
 from dpoptim.privacy.sampling import CyclicPoisson
 
@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from dpoptim.privacy.plan import PrivacyPlan
 
 _WIDTH = 100
+
+
+def format_epsilon(epsilon: float) -> str:
+    """Return ε rounded up to four decimals, or more below 0.01.
+
+    Guarantee: the text never claims a smaller ε than the accountant's.
+
+    >>> [format_epsilon(value) for value in (7.99991, 8.0, 8.00001, 0.000123456, math.inf)]
+    ['8.0000', '8.0000', '8.0001', '0.0001235', '∞']
+    """
+    if not math.isfinite(epsilon):
+        return "∞"
+    exact = Decimal(epsilon)
+    decimals = 4 if exact == 0 or exact >= Decimal("0.01") else 3 - exact.adjusted()
+    return format(exact.quantize(Decimal(1).scaleb(-decimals), rounding=ROUND_CEILING), "f")
 
 
 def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:

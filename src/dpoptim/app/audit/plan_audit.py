@@ -31,7 +31,7 @@ from dpoptim.app.audit.statistics import (
 from dpoptim.noise import Independent
 from dpoptim.privacy import Gradient, PrivacyPlan
 from dpoptim.privacy.accounting import GaussianRun
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 
 MAX_CANARIES = 1_000_000
 _MAX_VALUES = 50_000_000  # released values kept from one game, 8 bytes each

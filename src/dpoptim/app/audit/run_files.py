@@ -18,7 +18,7 @@ from dpoptim.app.runs.run_log import log_lines
 from dpoptim.integrations.named_settings import noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from dpoptim.privacy.step_ledger import read_ledger
 
 _ROUNDING = 1 + 1e-9  # two values of ε may differ by this factor

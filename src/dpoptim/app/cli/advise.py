@@ -40,7 +40,7 @@ from dpoptim.integrations.named_settings import CLIP_NORM, name_of_noise, name_o
 from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from dpoptim.theory import Advice, GradientSignal, advise, measure_signal
 from dpoptim.theory.stability_window import ScaleWindow
 

@@ -32,7 +32,7 @@ from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.recipes.recipe import VARIANTS
 from dpoptim.integrations.named_settings import make_optimizer, make_plan, release_of
 from dpoptim.privacy import PrivacyPlan
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")

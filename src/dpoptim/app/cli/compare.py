@@ -35,7 +35,7 @@ from dpoptim.app.comparison.compare import Interrupted, compare
 from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, read_request
 from dpoptim.app.format import duration, plain
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 
 _SETTINGS = ("epsilon", "device", "variants", "seeds", "metric", "tuning_epsilon", "tuning_data", "tuning_steps")
 

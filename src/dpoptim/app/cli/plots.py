@@ -12,7 +12,7 @@ from dpoptim.app.audit import PlanAudit
 from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.comparison.request import UNCOVERED
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from dpoptim.theory import Advice, Candidate, Choice
 from dpoptim.theory.adviser import MANY_NEGATIVE
 from dpoptim.theory.stability_window import rounded

@@ -26,7 +26,7 @@ from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.integrations.optional import require
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 
 MODEL = Path(__file__).parent / "model"
 LIBRARIES = ("sympy", "networkx")  # installed with torch

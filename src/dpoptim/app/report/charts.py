@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from dpoptim.app.runs.run_log import RunHistory, Series, number, series, value_at
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 
 WIDTH, HEIGHT = 360, 220
 """The size of a plot in its own units, about one pixel each on a phone, so that letters keep their size."""

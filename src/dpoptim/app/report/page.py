@@ -21,7 +21,7 @@ from dpoptim.app.format import duration, plain
 from dpoptim.app.report.charts import CURVES, Mark, chart, colour_class, format_number, quantiles_of
 from dpoptim.app.runs.run_log import RunHistory, number, series
 from dpoptim.privacy.accounting import describe_accountant
-from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.privacy.statement import format_epsilon
 from dpoptim.version import __version__
 
 _POINTS = 280  # ranges of steps in a chart of one run: more than a phone has pixels for

@@ -20,8 +20,7 @@ from dpoptim.clipping import Captured, Released, check_training_loss
 from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
-from dpoptim.data.rng_check import check_rng
-from dpoptim.data.secret_randomness import seed_for_step, seed_generators
+from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
 from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
