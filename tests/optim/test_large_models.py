@@ -106,6 +106,22 @@ def test_a_computed_scale_stays_fixed_within_a_step(computed):
         trained(model, optimizer, 1)
 
 
+def test_clipping_and_noise_read_the_same_scale(computed, monkeypatch):
+    """Even if the scale was read before the moment was changed in a way that torch does not notice."""
+    monkeypatch.setattr(inverse_root, "SMALL", 0)
+    model = nn.Linear(7, 3, bias=False, dtype=torch.float64)
+    optimizer = dpoptim.scale_then_privatize(model, PLAN, 1e-2, key=KEY, run_id="", external_batches=True)
+    model(torch.randn(6, 7, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    scale = optimizer.mechanism.scale
+    assert scale is not None
+    scale["weight"].mul_(1e-3)
+    optimizer.state[model.weight]["second_moment"].data.zero_()
+    model(1e6 * torch.ones(1, 7, dtype=torch.float64)).sum().backward()
+    sums, _ = optimizer.mechanism._sums.take()
+    assert float((sums["weight"] * scale["weight"]).norm()) == pytest.approx(PLAN.clip_norm)
+
+
 def test_the_ledger_sees_which_parameters_a_scale_belongs_to():
     """Moments are restored by position, so groups in a different order give parameters a different scale."""
     model, moments = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2))), torch.rand(2, 3, 3)

@@ -22,6 +22,7 @@ ERRORS = [
 ]
 PLACES: dict[str, tuple[Any, str]] = {
     "clipping": (clipped_sums, "_sum"),
+    "taking": (clipped_sums._Accumulator, "taken"),
     "noise": (PrivateMechanism, "_add_noise"),
     "update": (fused, "adam_step_"),
 }
@@ -60,6 +61,16 @@ def continued(model: Any, optimizer: Any, the_plan: dpoptim.PrivacyPlan, **optio
         losses(model, batch).sum().backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("place", ["clipping", "taking"])
+def test_sums_of_a_failed_step_are_not_in_the_next_release(place, monkeypatch):
+    """Taking the sums allocates those of parameters without gradients, so it may fail too."""
+    the_plan, whole = plan(), train(plan())
+    fail_at(monkeypatch, place, 2, torch.OutOfMemoryError("CUDA out of memory."))
+    model, optimizer, _, _ = run_until_error(the_plan)
+    assert optimizer.mechanism.step == 1
+    torch.testing.assert_close(continued(model, optimizer, the_plan), whole)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

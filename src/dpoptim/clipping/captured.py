@@ -210,7 +210,7 @@ class _GraphWorkspace:
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
         self.sums = FlatTensors(sums.parameters)
-        assert self.sums.vectors  # which allocates them now, not while a graph is captured
+        list(self.sums.vectors)  # allocates them now, not while a graph is captured
         self.scale: FlatTensors | None = None
         self.memory: Any = None
         self.stream: Any = None

@@ -21,6 +21,7 @@ from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors, group_parameters
+from dpoptim.kernels.inverse_root import ComputedScale
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
@@ -89,10 +90,10 @@ class ClippedSums:
         try:
             self.engine.end_step()
             self._settle()
+            taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         except BaseException:
             self._forget()
             raise
-        taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         self.clear_sums()
         return taken
 
@@ -227,13 +228,16 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     squared: Tensor | float = 0.0
     min_trusted_norm: Tensor | None = None
+    read: Callable[[str], Tensor] | None = None
+    if scale is not None:
+        read = scale.reader() if isinstance(scale, ComputedScale) else scale.__getitem__
     if dense:
         scales = None if scale is None else [scale[name] for name in dense]
         squared = norms.many_squares(list(dense.values()), scales)
     for name, own in gradients.items():
         if name in dense:
             continue
-        more, trusted = own.measured(None if scale is None else scale[name])
+        more, trusted = own.measured(None if read is None else read(name))
         squared = squared + more
         if trusted is not None:  # errors of the parameters add up as their gradients do
             min_trusted_norm = trusted if min_trusted_norm is None else torch.hypot(min_trusted_norm, trusted)

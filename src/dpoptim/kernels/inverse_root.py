@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,9 @@ def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float
     root = moment.clamp(min=0).pow_(exponent)
     lowest = torch.tensor(floor, dtype=root.dtype, device="cpu")
     return torch.add(lowest, root, alpha=factor, out=root).reciprocal_()
+
+
+SMALL = 1 << 16  # elements; the scale of a smaller parameter is computed alone
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,18 @@ class LazyInverseRoot:
         return self.exponent, self.factor, self.floor, self.start
 
 
-SMALL = 1 << 16  # elements; a smaller parameter's scale is computed alone
-
-
 class ComputedScale(Mapping[str, Tensor]):
-    """The scale of each parameter, computed from the second moment when it is read, so that it takes little memory.
+    """The scale of each parameter, computed from the second moment at every read, so that it takes no memory.
 
-    Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. It is
-    computed for all of them at once, and held until a different part is read. The optimizer changes the moments only
-    after it has released the sums, and then sets a new scale. Any other change is refused.
+    Each of `parts` is the scale of several parameters, and the part of its moment that belongs to each parameter. The
+    optimizer changes the moments only after it has released the sums, and then sets a new scale. Any other change is
+    refused.
     """
 
     def __init__(self, parts: Sequence[tuple[LazyInverseRoot, Mapping[str, Tensor]]]) -> None:
         self.wholes = [whole for whole, _ in parts]
         self._parts = [moments for _, moments in parts]
         self._part_of = {name: number for number, moments in enumerate(self._parts) for name in moments}
-        self._held: tuple[int, dict[str, Tensor]] = -1, {}
         self._versions = [whole.moment._version for whole in self.wholes]
 
     def lazy(self, name: str) -> LazyInverseRoot:
@@ -68,16 +67,25 @@ class ComputedScale(Mapping[str, Tensor]):
         number = self._part_of[name]
         return replace(self.wholes[number], moment=self._parts[number][name])
 
+    def reader(self) -> Callable[[str], Tensor]:
+        """Return a function that reads scales and computes a part at once, for reads in the order of the parts."""
+        held: tuple[int, dict[str, Tensor]] = -1, {}
+
+        def read(name: str) -> Tensor:
+            nonlocal held
+            number, lazy = self._part_of[name], self.lazy(name)
+            if lazy.moment.numel() < SMALL:
+                return lazy.tensor()
+            if held[0] != number:
+                held, moments = (-1, {}), self._parts[number]  # frees memory first
+                views = unflatten(self.wholes[number].tensor(), list(moments.values()))
+                held = number, dict(zip(moments, views, strict=True))
+            return held[1][name]
+
+        return read
+
     def __getitem__(self, name: str) -> Tensor:
-        lazy, number = self.lazy(name), self._part_of[name]
-        if lazy.moment.numel() < SMALL:
-            return lazy.tensor()
-        if self._held[0] != number:
-            self._held = -1, {}  # frees memory first
-            moments = self._parts[number]
-            views = unflatten(self.wholes[number].tensor(), list(moments.values()))
-            self._held = number, dict(zip(moments, views, strict=True))
-        return self._held[1][name]
+        return self.lazy(name).tensor()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._part_of)
