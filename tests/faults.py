@@ -266,6 +266,28 @@ theory-bias-off-by-one: The predicted bias of the second moment is debiased by t
     in theory/second_moments.py, found by theory/test_second_moments.py -k trace
     - total / (1 - beta2**step)
     + total / (1 - beta2 ** (step + 1))
+
+# several processes
+
+whole-batch-in-each-process: Every process takes the whole batch, so each example counts several times.
+    in privacy/processes.py, found by distributed/test_processes.py -k one_process
+    - return items[self.rank :: self.count]
+    + return items
+
+sums-not-added-up: Each process releases its own share, with all of the noise.
+    in privacy/processes.py, found by distributed/test_processes.py -k one_process
+    - distributed.all_reduce(vector)
+    + pass
+
+noise-from-each-process: Each process has noise of its own, which differs between processes.
+    in clipping/mechanism.py, found by distributed/test_processes.py -k bits
+    - key, parameters = self.key.for_run(run_id), self._sums.parameters
+    + key, parameters = self.key.for_run(f"{run_id} {self.processes.rank}"), self._sums.parameters
+
+noise-divided: The noise is divided by the square root of the number of processes.
+    in clipping/mechanism.py, found by distributed/test_processes.py -k bits
+    - stddev = self._stddevs[stream]
+    + stddev = self._stddevs[stream] / self.processes.count**0.5
 """
 
 

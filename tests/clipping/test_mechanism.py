@@ -42,11 +42,13 @@ def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.p
     return source.privatize()
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="one process"):
-        PrivateMechanism(Vector(2), plan(), dpoptim.privacy.Gradient(), external_batches=True)
+def test_models_that_combine_gradients_themselves_are_refused():
+    with pytest.raises(ValueError, match=r"Pass and call model\.module"):
+        PrivateMechanism(nn.DataParallel(Vector(2)), plan(), dpoptim.privacy.Gradient(), external_batches=True)
+    sharded = Vector(2)
+    next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as DTensor has
+    with pytest.raises(ValueError, match="sharded parameters"):
+        PrivateMechanism(sharded, plan(), dpoptim.privacy.Gradient(), external_batches=True)
 
 
 class TestLevel:

@@ -28,7 +28,9 @@ from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
+from dpoptim.privacy.processes import Processes
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
+from dpoptim.version import __version__
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,18 @@ class PrivateMechanism:
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
         clipping_memory = check_whole("clipping_memory", clipping_memory, low=0)
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise ValueError("private training runs in one process; start it without torch.distributed")
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
+        if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+            raise ValueError("sharded parameters (FSDP, DTensor) are not supported yet. Keep a whole model per process")
+        self.processes = Processes.current()
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.with_release(release)
         if allow_mixing is not None:
             self.plan = self.plan.replace(allow_mixing=allow_mixing)
             line = "allow_mixing: the guarantee does not cover mixed examples. Publish optimizer.plan.statement()"
             warnings.warn(line, stacklevel=2)
-        self.key = NoiseKey.generate() if key is None else key
+        self.key = self.processes.shared_key(key)
         self.step = 0
         self.noise_memory = noise_memory
         strategies = {"gradient": self.plan.strategy}
@@ -106,8 +110,24 @@ class PrivateMechanism:
         # Warnings that are given once:
         self._warned = False
         self._nonfinite_reported = False
-        self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
+        self._begin_run(self.processes.from_first(os.urandom(16).hex()) if run_id is None else run_id)
+        self._agree(model)
         batch_handshake.bind(plan, self)
+
+    def _agree(self, model: nn.Module) -> None:
+        """Refuse processes with different plans, keys, versions or models; they start with the weights of the first."""
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.processes.agree(
+            {
+                "the version of dpoptim or torch": [__version__, torch.__version__],
+                "the plan": self.plan.to_dict(),
+                "the noise key": self.key.fingerprint(),
+                "run_id": self.run_id,
+                "the noise strategy": self.strategy_digest,
+                "the model": [(name, *t.shape, t.dtype, t.requires_grad) for name, t in tensors.items()],
+            }
+        )
+        self.processes.copy_from_first(tensors.values())
 
     def _set_strategies(self, strategies: dict[str, Strategy]) -> None:
         """Set the strategy of each noise stream; plan and column norm give the noise level."""
@@ -291,7 +311,7 @@ class PrivateMechanism:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""
         self._check_ready()
         self._sums.engine.flush()
-        examples = self._sums.examples - self._at_last_release
+        examples = self._examples_of_all()
         most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
@@ -299,16 +319,35 @@ class PrivateMechanism:
             sums, square_sums = self._sums.take()
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
+        self.processes.add_up([*sums.vectors, *(square_sums.vectors if square_sums is not None else ())])
         self._report_nonfinite()
         squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_the_average else None
-        if self.before_step is not None:
-            self.before_step(self.step, self._content(sums, square_sums, bound))
+        self.processes.only_first(lambda: self._record_step(sums, square_sums, bound), self._device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._sums.parameters.values())).device
+
+    def _examples_of_all(self) -> int:
+        """Return the examples of the step in all processes, which must be at the same step of the same run."""
+        own = self._sums.examples - self._at_last_release
+        if self.processes.count == 1:
+            return own
+        run = int(self.key.for_run(self.run_id).fingerprint()[:15], 16)
+        found = self.processes.together([own, self.step, run], self._device)
+        if any(other[1:] != found[0][1:] for other in found):
+            self._refuse_batch("the processes are at different steps or runs. Load the same state_dict in all of them")
+        return sum(examples for examples, *_ in found)
+
+    def _record_step(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> None:
+        if self.before_step is not None:
+            self.before_step(self.step, self._content(sums, square_sums, bound))
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""

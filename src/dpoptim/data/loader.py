@@ -24,6 +24,7 @@ from dpoptim.data.record_schema import check_records, collate_checked, is_in_mem
 from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
+from dpoptim.privacy.processes import Processes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -33,6 +34,7 @@ class PrivateLoader:
     Guarantee: the batches of step t are a function of (key, run_id, t) and the plan only, and each step is drawn once.
     A new iteration continues at the first step that was not yielded completely; after the last step it is refused.
     An empty Poisson sample yields one example as a placeholder, which the optimizer leaves out: the step is pure noise.
+    With several processes, each one yields its own share of every step.
     """
 
     dataset: torch.utils.data.Dataset[Any]
@@ -46,6 +48,7 @@ class PrivateLoader:
     next_step: int  # the first that has not been yielded completely
     digest: str | None
     fetching: dict[str, Any]  # collate_fn and workers, for torch's DataLoader
+    processes: Processes
     generation: int = field(default=0, init=False)
     step_ends: bool = field(default=False, init=False)  # whether the last batch was the last of its step
 
@@ -71,7 +74,8 @@ class PrivateLoader:
             if self.micro_batch_size is None:
                 return remaining
             if not self.plan.sampling.is_random:
-                return remaining * -(-self.plan.batch_size // self.micro_batch_size)
+                share = self.processes.share(range(self.plan.batch_size))
+                return remaining * max(1, -(-len(share) // self.micro_batch_size))
         raise TypeError("the number of micro-batches is unknown before a batch is drawn and split. Use .steps instead.")
 
     def __iter__(self) -> Iterator[Any]:
@@ -121,7 +125,7 @@ class PrivateLoader:
             batch_size=plan.batch_size,
             dataset_size=self._dataset_size,
         )
-        parts = self._parts(indices)
+        parts = self._parts(self.processes.share(indices))
         settings = (("micro_batch_tokens", self.micro_batch_tokens), ("micro_batch_size", self.micro_batch_size))
         limits = [(name, limit) for name, limit in settings if limit is not None]
         for number, part in enumerate(parts or [[0]]):
@@ -274,11 +278,12 @@ def private_loader(
             check_records("dataset", dataset)
         else:
             collate_fn = functools.partial(collate_checked, collate_fn or torch.utils.data.default_collate)
-    return PrivateLoader(
+    processes = Processes.current()
+    loader = PrivateLoader(
         dataset=dataset,
         plan=plan,
-        key=key if key is not None else NoiseKey.generate(),
-        run_id=os.urandom(16).hex() if run_id is None else run_id,
+        key=processes.shared_key(key),
+        run_id=processes.from_first(os.urandom(16).hex()) if run_id is None else run_id,
         micro_batch_size=micro_batch_size,
         lengths=checked_lengths(lengths, micro_batch_tokens, bucket, examples=size),
         micro_batch_tokens=micro_batch_tokens,
@@ -286,7 +291,11 @@ def private_loader(
         next_step=start_step,
         digest=digest,
         fetching={"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory},
+        processes=processes,
     )
+    if processes.count > 1:
+        processes.agree({"the plan": plan.to_dict(), "the dataset or key of the loader": loader.state_dict()})
+    return loader
 
 
 def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> int:

@@ -67,7 +67,8 @@ def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
 def seed_for_step(optimizer: Any) -> None:
     """Seed torch, numpy and `random` for the optimizer's current step, from (key, run, step) only."""
     mechanism = optimizer.mechanism
-    secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))
+    rank = f" process {mechanism.processes.rank}" if mechanism.processes.rank else ""
+    secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", f"{mechanism.step}{rank}")
     seed_generators(int.from_bytes(secret[:8], "little"))
 
 

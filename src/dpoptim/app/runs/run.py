@@ -39,6 +39,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.optim.out_of_memory import is_out_of_memory
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import EpsilonSpent
+from dpoptim.privacy.processes import check_alone
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__
@@ -64,6 +65,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
     Guarantee: the whole run satisfies statement.txt. Scores on held-out records, and what `debug` logs, are outside of
     it.
     """
+    check_alone("dpoptim train")
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     place.check_new()
@@ -110,6 +112,7 @@ def resume(
 
     Guarantee: a released step is released again with exactly the same content or not at all.
     """
+    check_alone("dpoptim train")
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if is_finished(place.path):

@@ -18,6 +18,7 @@ from dpoptim.integrations.opacus.models import ModuleValidator, split_own_loss
 from dpoptim.integrations.opacus.optimizers import DPOptimizer, check_optimizer, private_optimizer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+from dpoptim.privacy.processes import check_alone
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
 _PARALLEL = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel", "FSDPModule")
@@ -258,6 +259,7 @@ def _assemble(
     *,
     is_open: bool = False,
 ) -> PrivateTraining:
+    check_alone("the interface of Opacus")
     for kind in type(module).__mro__:
         if kind.__name__ == "GradSampleModule":
             raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")

@@ -1,0 +1,127 @@
+"""Several processes that train one model, each on its own share of every batch.
+
+torchrun starts them, and torch.distributed connects them. All processes have the same key, so each one draws the same
+batch and makes the same noise without communication. In every step they add up their clipped sums, and each process
+then adds the noise once and makes the same update.
+
+Guarantee: the shares of a batch are disjoint and together they are the batch, so a step releases the same sum as one
+process would, up to rounding. Clipped sums without noise, and the key, travel between the processes: trust the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from dpoptim.noise import NoiseKey
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process (`rank`, from 0) among `count`; alone by default."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def current(cls) -> Processes:
+        """Return the processes of torch.distributed, which is started here if torchrun started this process."""
+        if not distributed.is_available():
+            return cls()
+        if not distributed.is_initialized():
+            if _started() == 1:
+                return cls()
+            distributed.init_process_group()
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    def share(self, items: Any) -> Any:
+        """Return every `count`-th item, which may be none.
+
+        >>> [Processes(rank, 3).share([0, 1, 2, 3]) for rank in range(3)]
+        [[0, 3], [1], [2]]
+        """
+        return items[self.rank :: self.count]
+
+    def from_first(self, value: Any) -> Any:
+        """Return the value of process 0."""
+        held = [value]
+        if self.count > 1:
+            distributed.broadcast_object_list(held, src=0)
+        return held[0]
+
+    def shared_key(self, key: NoiseKey | None) -> NoiseKey:
+        """Return the given key, or a new one that all processes share."""
+        if key is not None:
+            return key
+        return NoiseKey.from_bytes(self.from_first(os.urandom(32) if self.rank == 0 else None))
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors with those of process 0."""
+        if self.count > 1:
+            for tensor in tensors:
+                distributed.broadcast(tensor.detach(), src=0)
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """Refuse values that differ between processes. They are compared by digest, in one collective."""
+        if self.count == 1:
+            return
+        digests = {
+            name: hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode()).hexdigest()
+            for name, value in values.items()
+        }
+        found: list[Any] = [None] * self.count
+        distributed.all_gather_object(found, digests)
+        for name in values:
+            others = [rank for rank in range(self.count) if found[rank].get(name) != found[0].get(name)]
+            if others:
+                raise ValueError(
+                    f"{name} of process {others[0]} differs from process 0. All processes must have the same: pass the "
+                    "same arguments, and seed what is drawn at random"
+                )
+
+    def together(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Return the numbers of each process."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        found = own.new_empty(self.count * len(own))
+        distributed.all_gather_into_tensor(found, own)
+        return found.view(self.count, -1).tolist()
+
+    def add_up(self, vectors: Iterable[Tensor]) -> None:
+        """Replace each vector with its sum over all processes, with the same bits everywhere."""
+        if self.count > 1:
+            for vector in vectors:
+                distributed.all_reduce(vector)
+
+    def only_first(self, check: Callable[[], None], device: torch.device) -> None:
+        """Run a check in process 0; if it fails, all processes raise an error."""
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                check()
+            except Exception as found:
+                error = found
+        if self.count > 1:
+            failed = torch.tensor(error is not None, device=device)
+            distributed.broadcast(failed, src=0)
+            if bool(failed) and self.rank > 0:
+                raise ValueError("process 0 refused the step; its error message says why")
+        if error is not None:
+            raise error
+
+
+def _started() -> int:
+    """Return how many processes torchrun, or a launcher like it, has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def check_alone(what: str) -> None:
+    """Refuse what supports only one process."""
+    if _started() > 1:
+        raise ValueError(f"{what} runs in one process for now. Start it without torchrun or accelerate launch")

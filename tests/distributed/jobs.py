@@ -1,0 +1,226 @@
+"""Jobs that run in each process of a distributed test: python -m tests.distributed.jobs FOLDER NAME[:ARGUMENT] ..."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+import dpoptim
+from dpoptim.privacy.processes import Processes
+from dpoptim.privacy.step_ledger import RunHeader, StepLedger
+from tests.optim import table
+
+KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+STEPS = 20
+NOISES: dict[str, Any] = {
+    "independent": dpoptim.Independent(),
+    "BandMF": dpoptim.Banded(bands=4),
+    "BLT": dpoptim.BufferedToeplitz(buffers=2),
+    "banded inverse": dpoptim.BandedInverse(bands=4),
+}
+
+
+def plan_of(noise: str = "independent", **settings: Any) -> dpoptim.PrivacyPlan:
+    common = {"num_examples": 60, "batch_size": 12, "steps": STEPS, "clip_norm": 0.8, "noise_multiplier": 0.5}
+    return dpoptim.PrivacyPlan(**{**common, **settings}, noise=NOISES[noise])
+
+
+def records(count: int = 60) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(3, generator=generator), torch.randn(2, generator=generator)) for _ in range(count)]
+
+
+def model_of() -> nn.Sequential:
+    """A different model in each process, so that the first one's weights must be copied."""
+    torch.manual_seed(5 + int(os.environ["RANK"]))
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().sum(1)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def train(model: nn.Module, optimizer: Any, loader: Any, steps: int, *, factor: float = 1.0) -> list[Tensor]:
+    """Return what each step released."""
+    released: list[Tensor] = []
+    optimizer.observers.append(
+        lambda found: released.append(torch.cat([part.flatten().clone() for part in found.gradient.values()]))
+    )
+    for x, y in loader:
+        (factor * losses_of(model, x, y)).sum().backward()
+        optimizer.step()
+        if loader.step_ends and loader.next_step == steps:
+            break
+    return released
+
+
+def started(
+    plan: dpoptim.PrivacyPlan, data: Any = None, make: Any = dpoptim.scale_then_privatize, **settings: Any
+) -> tuple[Any, Any, Any]:
+    model = model_of()
+    loader = dpoptim.private_loader(data or records(), plan, key=KEY, run_id="a", **settings)
+    return model, make(model, plan, 1e-2, key=KEY, run_id="a"), loader
+
+
+def variants(which: str) -> dict[str, Tensor]:
+    """The weights after each variant, with each noise or ("some") with one."""
+    found = {}
+    for place, (name, variant) in enumerate(table.VARIANTS.items()):
+        for noise in NOISES if which == "all" else [list(NOISES)[place % len(NOISES)]]:
+            plan = plan_of(noise)
+            if name == "independent_moments, independent noise on squares" and noise == "independent":
+                continue
+            model, rule = model_of(), table.RULES["adam"][0] if variant.takes_rule else None
+            inputs, targets = (torch.stack(part) for part in zip(*records(), strict=True))
+            task = table.Task(model, inputs, targets, [], torch.arange(6))
+            optimizer = variant.make(model, plan, rule, task, key=KEY, run_id="a")
+            # The plan object of the optimizer may be a copy with a different release.
+            loader = dpoptim.private_loader(records(), optimizer.mechanism._drawn_for, key=KEY, run_id="a")
+            train(model, optimizer, loader, STEPS)
+            found[f"{name}, {noise}"] = weights(model)
+    return found
+
+
+def noise_alone() -> dict[str, Tensor]:
+    """What is released if all gradients are 0."""
+    found = {}
+    for noise in NOISES:
+        model, optimizer, loader = started(plan_of(noise), make=dpoptim.post_processing)
+        found[noise] = torch.stack(train(model, optimizer, loader, STEPS, factor=0.0))
+    return found
+
+
+def one_record() -> list[Tensor]:
+    """The first release with all records, and with one whose gradient is 0."""
+    released = []
+    for loss in (1.0, 0.0):
+        data, plan = records(), plan_of(batch_size=60, steps=2)
+        x, y = data[17]
+        start = model_of()
+        Processes.current().copy_from_first(start.parameters())
+        data[17] = (x, y if loss else start(x).detach())
+        model, optimizer, loader = started(plan, data, make=dpoptim.post_processing)
+        released += train(model, optimizer, loader, 1)
+    return released
+
+
+def small_shares() -> dict[str, Any]:
+    """Poisson batches of two examples on average: most processes have none. And micro-batches of uneven number."""
+    found = {}
+    for name, settings in {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}.items():
+        plan = plan_of(batch_size=2 if name == "poisson" else 13, sampling=dpoptim.Poisson())
+        model, optimizer, loader = started(plan, **settings)
+        train(model, optimizer, loader, STEPS)
+        found[name] = weights(model)
+    return found
+
+
+def defaults() -> dict[str, Any]:
+    """Keys and run_ids of their own, and dropout."""
+    model = nn.Sequential(model_of(), nn.Dropout(0.5))
+    plan = plan_of()
+    loader = dpoptim.private_loader(records(), plan)
+    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2)
+    masks = []
+    for x, y in dpoptim.secret_randomness(loader, optimizer):
+        losses_of(model, x, y).sum().backward()
+        masks.append(torch.rand(3))
+        optimizer.step()
+    return {"weights": weights(model), "masks": masks[0], "fingerprint": optimizer.key.fingerprint()}
+
+
+def disagree() -> dict[str, str]:
+    """Process 1 differs in one thing after the other; return the errors."""
+    found = {}
+    for what in ("data", "plan", "model", "key", "step", "wrapped", "nothing"):
+        found[what] = "no error"
+        try:
+            _differ_in(what if int(os.environ["RANK"]) == 1 or what == "wrapped" else "")
+        except ValueError as error:
+            found[what] = str(error)
+    return found
+
+
+def _differ_in(what: str) -> None:
+    data, plan = records(), plan_of(noise_multiplier=0.6 if what == "plan" else 0.5)
+    if what == "data":
+        data[3] = (data[3][0] + 1, data[3][1])
+    dpoptim.private_loader(data, plan)
+    model: nn.Module = nn.Linear(3, 5 if what == "model" else 4)
+    if what == "wrapped":
+        model = nn.parallel.DistributedDataParallel(model)
+    key = dpoptim.NoiseKey.from_bytes(bytes([1 if what == "key" else 0] * 32))
+    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key)
+    optimizer.mechanism.step = int(what == "step")
+    optimizer.mechanism.privatize()
+
+
+def resume(file: str, until: str) -> Any:
+    """Continue the run in `file` until a step, and save it there; process 0 writes."""
+    plan = plan_of("BandMF")
+    model, optimizer, loader = started(plan)
+    if Path(file).exists():
+        state = torch.load(file, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
+    train(model, optimizer, loader, int(until))
+    if int(os.environ["RANK"]) == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+        torch.save(state, file)
+    return weights(model)
+
+
+def ledger() -> list[str]:
+    """Release two steps with a ledger in process 0, once more with the same gradients, and then with different ones."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for factor in (1.0, 1.0, 1.5):
+            plan = plan_of()
+            model, optimizer, loader = started(plan)
+            mechanism, file = optimizer.mechanism, Path(folder, "ledger")
+            header = RunHeader(key=KEY, run_id="a", plan=plan.to_dict(), strategy=mechanism.strategy_digest)
+            if int(os.environ["RANK"]) == 0:
+                book = StepLedger.open(file, header, step=0 if file.exists() else None)
+                mechanism.before_step = book.before_step
+            try:
+                train(model, optimizer, loader, 2, factor=factor)
+                found.append("released")
+            except ValueError as error:
+                found.append(str(error))
+            if int(os.environ["RANK"]) == 0:
+                book.close()
+    return found
+
+
+def fail() -> None:
+    """Process 1 runs out of memory in the third step."""
+    model, optimizer, loader = started(plan_of())
+    for number, (x, y) in enumerate(loader):
+        if number == 2 and int(os.environ["RANK"]) == 1:
+            raise torch.OutOfMemoryError("process 1 has no memory left")
+        losses_of(model, x, y).sum().backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    folder, *names = sys.argv[1:]
+    found = {}
+    for name in names:
+        job, *given = name.split(":")
+        found[job] = globals()[job](*given)
+    torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

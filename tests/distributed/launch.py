@@ -1,0 +1,38 @@
+"""Run jobs of `jobs` in several processes, and return what each process found."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 180
+
+
+def run_jobs(count: int, *jobs: str) -> list[dict[str, Any]]:
+    """Run jobs one after the other, and return the results of each process by job."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        command = [sys.executable, "-m", "tests.distributed.jobs", folder, *jobs]
+        started = [
+            subprocess.Popen(command, env={**common, "RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            for rank in range(count)
+        ]
+        try:
+            errors = [process.communicate(timeout=SECONDS)[1] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert not any(process.returncode for process in started), "\n".join(errors)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]

@@ -1,0 +1,121 @@
+"""Several processes train as one does: the same noise, the same weights, and clear errors if they disagree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.jobs import NOISES, STEPS, plan_of
+from tests.distributed.launch import ROOT, run_jobs
+
+CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(case):
+    """What one process finds, by job."""
+    return run_jobs(1, f"variants:{case[1]}", "noise_alone", "small_shares")[0]
+
+
+@pytest.fixture(scope="module")
+def results(case):
+    """What each process finds, by job."""
+    count, which = case
+    others = "small_shares", "one_record", "defaults", "disagree", "ledger"
+    return run_jobs(count, f"variants:{which}", "noise_alone", *others)
+
+
+def test_the_noise_has_the_same_bits(results, alone):
+    """So it is added once: not by each process, and neither divided nor multiplied by √count."""
+    for found in results:
+        for noise in NOISES:
+            assert torch.equal(found["noise_alone"][noise], alone["noise_alone"][noise]), noise
+
+
+def test_noise_has_the_planned_level(alone):
+    plan, found = plan_of(), alone["noise_alone"]["independent"]
+    level = plan.noise_stddevs().gradient_sum / plan.batch_size
+    error = 4 / (2 * found.numel()) ** 0.5  # four standard deviations
+    assert abs(float(found.std()) / level - 1) < error < 0.2  # √2 and ½ are out of reach
+    assert len(found) == STEPS
+
+
+def test_weights_are_those_of_one_process(results, alone):
+    for name, expected in alone["variants"].items():
+        assert all(torch.equal(found["variants"][name], results[0]["variants"][name]) for found in results), name
+        torch.testing.assert_close(results[0]["variants"][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_one_record_changes_a_release_by_at_most_the_clip_norm(results):
+    """All noise cancels in the difference."""
+    clip_norm = plan_of().clip_norm
+    for found in results:
+        all_records, without_one = found["one_record"]
+        assert 0.5 * clip_norm < float((all_records - without_one).norm()) * 60 <= clip_norm * (1 + 1e-4)
+
+
+def test_empty_shares_and_uneven_micro_batches_take_part(results, alone):
+    for found in results:
+        for name, expected in alone["small_shares"].items():
+            torch.testing.assert_close(found["small_shares"][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_processes_share_what_is_not_given(results):
+    first, second = (found["defaults"] for found in results[:2])
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["fingerprint"] == second["fingerprint"]
+    assert not torch.equal(first["masks"], second["masks"])  # dropout differs
+
+
+def test_processes_that_disagree_are_refused(results):
+    expected = {
+        "data": "the dataset or key of the loader of process 1 differs",
+        "plan": "the plan of process 1 differs",
+        "model": "the model of process 1 differs",
+        "key": "the noise key of process 1 differs",
+        "step": "different steps",
+        "wrapped": "DistributedDataParallel combines gradients itself",
+        "nothing": "no error",
+    }
+    for found in results:
+        for what, words in expected.items():
+            assert words in found["disagree"][what]
+
+
+def test_a_step_is_not_released_again_with_different_gradients(results):
+    for rank, found in enumerate(results):
+        *same, refused = found["ledger"]
+        assert same == ["released"] * 2
+        assert ("process 0 refused" if rank else "different gradients") in refused
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_fewer_processes(tmp_path):
+    for count, steps in ((4, 7), (2, 14), (1, STEPS)):
+        found = run_jobs(count, f"resume:{tmp_path / 'run.pt'}:{steps}")
+    (expected,) = run_jobs(1, f"resume:{tmp_path / 'whole.pt'}:{STEPS}")
+    torch.testing.assert_close(found[0]["resume"], expected["resume"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_failing_process_ends_the_run(tmp_path):
+    """torchrun ends the other processes, so that they do not wait."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.distributed.jobs", str(tmp_path), "fail"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "process 1 has no memory left" in done.stderr
