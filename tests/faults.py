@@ -270,12 +270,12 @@ theory-bias-off-by-one: The predicted bias of the second moment is debiased by t
 # several processes
 
 whole-batch-in-each-process: Every process takes the whole batch, so each example counts several times.
-    in privacy/processes.py, found by distributed/test_processes.py -k one_process
+    in data/processes.py, found by distributed/test_processes.py -k one_process
     - return items[self.rank :: self.count]
     + return items
 
 sums-not-added-up: Each process releases its own share, with all of the noise.
-    in privacy/processes.py, found by distributed/test_processes.py -k one_process
+    in data/processes.py, found by distributed/test_processes.py -k one_process
     - distributed.all_reduce(vector)
     + pass
 

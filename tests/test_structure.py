@@ -135,7 +135,7 @@ def test_only_audited_rooms_touch_an_unnoised_gradient():
     assert not wrong
 
 
-AUDITED_LINES = 8_200  # 8,000, and 200 for several processes
+AUDITED_LINES = 8_000
 
 
 def test_audited_rooms_keep_to_their_line_budget():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import dpoptim
-from dpoptim.privacy.processes import Processes
+from dpoptim.data.processes import Processes
 from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 from tests.optim import table
 

@@ -23,14 +23,13 @@ from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
+from dpoptim.data.processes import Processes
 from dpoptim.kernels.flat import FlatTensors, flatten, group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
-from dpoptim.privacy.processes import Processes
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
-from dpoptim.version import __version__
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,6 @@ class PrivateMechanism:
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
         clipping_memory = check_whole("clipping_memory", clipping_memory, low=0)
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
-        if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-            raise ValueError("sharded parameters (FSDP, DTensor) are not supported yet. Keep a whole model per process")
         self.processes = Processes.current()
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.with_release(release)
@@ -111,23 +106,9 @@ class PrivateMechanism:
         self._warned = False
         self._nonfinite_reported = False
         self._begin_run(self.processes.from_first(os.urandom(16).hex()) if run_id is None else run_id)
-        self._agree(model)
+        own = {"the plan": self.plan.to_dict(), "the noise strategy": self.strategy_digest, "run_id": self.run_id}
+        self.processes.begin(model, {**own, "the noise key": self.key.fingerprint()})
         batch_handshake.bind(plan, self)
-
-    def _agree(self, model: nn.Module) -> None:
-        """Refuse processes with different plans, keys, versions or models; they start with the weights of the first."""
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.processes.agree(
-            {
-                "the version of dpoptim or torch": [__version__, torch.__version__],
-                "the plan": self.plan.to_dict(),
-                "the noise key": self.key.fingerprint(),
-                "run_id": self.run_id,
-                "the noise strategy": self.strategy_digest,
-                "the model": [(name, *t.shape, t.dtype, t.requires_grad) for name, t in tensors.items()],
-            }
-        )
-        self.processes.copy_from_first(tensors.values())
 
     def _set_strategies(self, strategies: dict[str, Strategy]) -> None:
         """Set the strategy of each noise stream; plan and column norm give the noise level."""
@@ -311,7 +292,12 @@ class PrivateMechanism:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""
         self._check_ready()
         self._sums.engine.flush()
-        examples = self._examples_of_all()
+        device, run = next(iter(self._sums.parameters.values())).device, self.key.for_run(self.run_id).fingerprint()
+        own = self._sums.examples - self._at_last_release, self.step, int(run[:15], 16)
+        found = self.processes.together(own, device)
+        if any(other[1:] != found[0][1:] for other in found):
+            self._refuse_batch("the processes are at different steps or runs. Load the same state_dict in all of them")
+        examples = sum(other[0] for other in found)
         most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
@@ -323,31 +309,17 @@ class PrivateMechanism:
         self._report_nonfinite()
         squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_the_average else None
-        self.processes.only_first(lambda: self._record_step(sums, square_sums, bound), self._device)
+
+        def record() -> None:
+            if self.before_step is not None:
+                self.before_step(self.step, self._content(sums, square_sums, bound))
+
+        self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._sums.parameters.values())).device
-
-    def _examples_of_all(self) -> int:
-        """Return the examples of the step in all processes, which must be at the same step of the same run."""
-        own = self._sums.examples - self._at_last_release
-        if self.processes.count == 1:
-            return own
-        run = int(self.key.for_run(self.run_id).fingerprint()[:15], 16)
-        found = self.processes.together([own, self.step, run], self._device)
-        if any(other[1:] != found[0][1:] for other in found):
-            self._refuse_batch("the processes are at different steps or runs. Load the same state_dict in all of them")
-        return sum(examples for examples, *_ in found)
-
-    def _record_step(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> None:
-        if self.before_step is not None:
-            self.before_step(self.step, self._content(sums, square_sums, bound))
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""

@@ -19,12 +19,12 @@ from dpoptim.arguments import check_at_most, check_whole
 from dpoptim.data import batch_handshake as tickets
 from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
+from dpoptim.data.processes import Processes
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
 from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
-from dpoptim.privacy.processes import Processes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

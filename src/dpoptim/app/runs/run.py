@@ -32,6 +32,7 @@ from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
 from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, is_finished, read_log
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
+from dpoptim.data.processes import check_alone
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
@@ -39,7 +40,6 @@ from dpoptim.noise import NoiseKey
 from dpoptim.optim.out_of_memory import is_out_of_memory
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import EpsilonSpent
-from dpoptim.privacy.processes import check_alone
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__

@@ -13,12 +13,12 @@ from torch import nn
 
 from dpoptim.arguments import check_choice, check_number, check_whole
 from dpoptim.data import private_loader
+from dpoptim.data.processes import check_alone
 from dpoptim.integrations.opacus.loader import DPDataLoader, checked_loader
 from dpoptim.integrations.opacus.models import ModuleValidator, split_own_loss
 from dpoptim.integrations.opacus.optimizers import DPOptimizer, check_optimizer, private_optimizer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
-from dpoptim.privacy.processes import check_alone
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
 _PARALLEL = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel", "FSDPModule")

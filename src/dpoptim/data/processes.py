@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from dpoptim.noise import NoiseKey
+from dpoptim.version import __version__
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,18 @@ class Processes:
             return key
         return NoiseKey.from_bytes(self.from_first(os.urandom(32) if self.rank == 0 else None))
 
+    def begin(self, model: nn.Module, values: Mapping[str, Any]) -> None:
+        """Refuse processes that differ in values, versions or models; all start with the weights of process 0."""
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if any(hasattr(tensor, "placements") for tensor in tensors.values()):
+            raise ValueError("sharded parameters (FSDP, DTensor) are not supported yet. Keep a whole model per process")
+        shapes = [(name, *tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()]
+        versions = {"the version of dpoptim or torch": [__version__, torch.__version__]}
+        self.agree({**versions, **values, "the model": shapes})
+        self.copy_from_first(tensors.values())
+
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors with those of process 0."""
         if self.count > 1:
@@ -88,6 +101,8 @@ class Processes:
 
     def together(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """Return the numbers of each process."""
+        if self.count == 1:
+            return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         found = own.new_empty(self.count * len(own))
         distributed.all_gather_into_tensor(found, own)
