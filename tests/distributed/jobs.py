@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 import dpoptim
 from dpoptim.data.processes import Processes
+from dpoptim.integrations.run_identity import run_header
 from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 from tests.optim import table
 
@@ -143,10 +144,10 @@ def defaults() -> dict[str, Any]:
 def disagree() -> dict[str, str]:
     """Process 1 differs in one thing after the other; return the errors."""
     found = {}
-    for what in ("data", "plan", "model", "key", "step", "wrapped", "nothing"):
+    for what in ("data", "order", "plan", "model", "key", "lr", "step", "wrapped", "external", "nothing"):
         found[what] = "no error"
         try:
-            _differ_in(what if int(os.environ["RANK"]) == 1 or what == "wrapped" else "")
+            _differ_in(what if int(os.environ["RANK"]) == 1 or what in ("wrapped", "external") else "")
         except ValueError as error:
             found[what] = str(error)
     return found
@@ -156,17 +157,20 @@ def _differ_in(what: str) -> None:
     data, plan = records(), plan_of(noise_multiplier=0.6 if what == "plan" else 0.5)
     if what == "data":
         data[3] = (data[3][0] + 1, data[3][1])
+    order = list(range(60))[:: -1 if what == "order" else 1]
     dpoptim.private_loader(data, plan)
+    dpoptim.private_loader(torch.utils.data.Subset(data, order), plan)
     model: nn.Module = nn.Linear(3, 5 if what == "model" else 4)
     if what == "wrapped":
         model = nn.parallel.DistributedDataParallel(model)
     key = dpoptim.NoiseKey.from_bytes(bytes([1 if what == "key" else 0] * 32))
-    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key)
+    lr, external = 2e-2 if what == "lr" else 1e-2, what == "external"
+    optimizer = dpoptim.scale_then_privatize(model, plan, lr, key=key, external_batches=external)
     optimizer.mechanism.step = int(what == "step")
     optimizer.mechanism.privatize()
 
 
-def resume(file: str, until: str) -> Any:
+def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
     """Continue the run in `file` until a step, and save it there; process 0 writes."""
     plan = plan_of("BandMF")
     model, optimizer, loader = started(plan)
@@ -175,7 +179,14 @@ def resume(file: str, until: str) -> Any:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
-    train(model, optimizer, loader, int(until))
+    if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
+        step = optimizer.mechanism.step or None
+        book = StepLedger.open(f"{file}.steps", run_header(optimizer, settings={}, data=None), step=step)
+        optimizer.mechanism.before_step = book.before_step
+    try:
+        train(model, optimizer, loader, int(until))
+    except ValueError as error:
+        return str(error)
     if int(os.environ["RANK"]) == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
         torch.save(state, file)
@@ -201,6 +212,33 @@ def ledger() -> list[str]:
                 found.append(str(error))
             if int(os.environ["RANK"]) == 0:
                 book.close()
+    return found
+
+
+def late_start() -> dict[str, str]:
+    """torch.distributed starts between loader and optimizer, or after both."""
+    group: dict[str, Any] = {"rank": int(os.environ.pop("RANK")), "world_size": int(os.environ.pop("WORLD_SIZE"))}
+    found, data = {}, records()
+    model = nn.Linear(3, 2)
+    plans = [plan_of(sampling=dpoptim.Poisson()) for _ in range(3)]
+    loaders = [dpoptim.private_loader(data, plan, key=KEY, run_id="a") for plan in plans[:2]]
+    early = dpoptim.scale_then_privatize(model, plans[1], 1e-2, key=KEY, run_id="a")
+    third = nn.Linear(3, 2)
+    optimizer_first = dpoptim.scale_then_privatize(third, plans[2], 1e-2, key=KEY, run_id="a")
+    distributed.init_process_group("gloo", **group)
+    late = nn.Linear(3, 2)
+    cases = {
+        "loader first": (late, dpoptim.scale_then_privatize(late, plans[0], 1e-2, key=KEY, run_id="a"), loaders[0]),
+        "both": (model, early, loaders[1]),
+        "optimizer first": (third, optimizer_first, dpoptim.private_loader(data, plans[2], key=KEY, run_id="a")),
+    }
+    os.environ["RANK"] = str(group["rank"])
+    for name, (own, optimizer, loader) in cases.items():
+        try:
+            train(own, optimizer, loader, 1)
+            found[name] = "released"
+        except ValueError as error:
+            found[name] = str(error)
     return found
 
 

@@ -77,12 +77,15 @@ def test_processes_share_what_is_not_given(results):
 
 def test_processes_that_disagree_are_refused(results):
     expected = {
-        "data": "the dataset or key of the loader of process 1 differs",
+        "data": "the dataset of process 1 differs",
+        "order": "the dataset of process 1 differs",
         "plan": "the plan of process 1 differs",
         "model": "the model of process 1 differs",
         "key": "the noise key of process 1 differs",
+        "lr": "lr or another setting of process 1 differs",
         "step": "different steps",
         "wrapped": "DistributedDataParallel combines gradients itself",
+        "external": "external_batches=True runs in one process",
         "nothing": "no error",
     }
     for found in results:
@@ -103,6 +106,19 @@ def test_a_run_continues_with_fewer_processes(tmp_path):
         found = run_jobs(count, f"resume:{tmp_path / 'run.pt'}:{steps}")
     (expected,) = run_jobs(1, f"resume:{tmp_path / 'whole.pt'}:{STEPS}")
     torch.testing.assert_close(found[0]["resume"], expected["resume"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_changed_number_of_processes_needs_a_ledger(tmp_path):
+    run_jobs(2, f"resume:{tmp_path / 'run.pt'}:7:no")
+    (found,) = run_jobs(1, f"resume:{tmp_path / 'run.pt'}:14:no")
+    assert "needs the run's step ledger" in found["resume"]
+
+
+@pytest.mark.slow
+def test_a_late_start_of_torch_distributed_is_refused():
+    for found in run_jobs(2, "late_start"):
+        assert all("was started" in error for error in found["late_start"].values()), found
 
 
 @pytest.mark.slow

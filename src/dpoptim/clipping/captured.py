@@ -158,8 +158,7 @@ class Captured:
 
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
-        draws_on_host = shape.replay is None or batch.device.type == "cpu"  # a graph draws on its GPU only
-        bounds, draws = self._sums.bounds(), save_rng_states(host=draws_on_host)
+        bounds, draws = self._sums.bounds(), save_rng_states(host=shape.replay is None or batch.device.type == "cpu")
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         scale = list((self._sums.scale or {}).values())
         self._workspace.copy_scale()

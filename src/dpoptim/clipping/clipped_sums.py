@@ -128,8 +128,8 @@ class ClippedSums:
         self._remember_norm_methods(batch)
         if self._saves_memory:  # then the sums take memory as the gradients free it
             self.clip_and_sum_rows(batch, rows(), factor)
-        gradients = batch.gradients if self._saves_memory else dict(batch.gradients)
-        _sum(gradients, found.weights, self._sums, self._square_sums)
+        kept = batch.gradients if self._saves_memory else dict(batch.gradients)
+        _sum(kept, found.weights, self._sums, self._square_sums)
         self.examples += batch.examples
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
@@ -228,9 +228,7 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     squared: Tensor | float = 0.0
     min_trusted_norm: Tensor | None = None
-    read: Callable[[str], Tensor] | None = None
-    if scale is not None:
-        read = scale.reader() if isinstance(scale, ComputedScale) else scale.__getitem__
+    read = None if scale is None else scale.reader() if isinstance(scale, ComputedScale) else scale.__getitem__
     if dense:
         scales = None if scale is None else [scale[name] for name in dense]
         squared = norms.many_squares(list(dense.values()), scales)

@@ -91,15 +91,15 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
         )
         self._sums.engine.attach()
+        self._needs_ledger = False  # resumed with another number of processes, whose sums round differently
         self.before_step: Callable[[int, bytes], None] | None = None
         """Called before noise is added, with the step and the `_content` of the release."""
         # Batches and their tickets from a private_loader:
         self._external_batches = external_batches
-        self.needs_loader = False  # refuse batches that no private_loader drew
+        self.needs_loader = self.processes.count > 1  # refuse batches that no private_loader drew
         self.loader_key_fingerprint: str | None = None
         self.part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a physical batch
-        self._has_loader = False
-        self._batch_is_open = False
+        self._has_loader = self._batch_is_open = False
         self._at_last_ticket = 0  # examples counted up to then
         self._at_last_release = 0
         # Warnings that are given once:
@@ -124,15 +124,15 @@ class PrivateMechanism:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
         key, parameters = self.key.for_run(run_id), self._sums.parameters
+        self._run_fingerprint = key.fingerprint()
         # One stream for all parameters of a vector; each parameter gets the noise it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
             for names in group_parameters(parameters):
                 parts = [TensorPart(name=name, numel=parameters[name].numel()) for name in names]
-                dtype, device = wide_dtype(parameters[names[0]].dtype), parameters[names[0]].device
-                rows = strategy.stream_of(
-                    key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
-                )
+                first = parameters[names[0]]
+                kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
+                rows = strategy.stream_of(key, parts, stream=stream, memory=self.noise_memory, **kind)
                 self._noise[stream].append(rows)
 
     @property
@@ -145,6 +145,7 @@ class PrivateMechanism:
         return {
             "run_id": self.run_id,
             "step": self.step,
+            "processes": self.processes.count,
             "loader_key_fingerprint": self.loader_key_fingerprint,
             "noise_bits": self.noise_memory.bits,
             "strategies": {stream: strategy_state(strategy) for stream, strategy in self._strategies.items()},
@@ -179,6 +180,7 @@ class PrivateMechanism:
         self._set_strategies(strategies)
         self._begin_run(run_id)
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
+        self._needs_ledger = state["processes"] != self.processes.count
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -236,6 +238,8 @@ class PrivateMechanism:
     def _begin_ticket(self, ticket: batch_handshake.Ticket) -> None:
         """Refuse a second sampling key, which would draw examples more often than planned; drop what does not count."""
         self._has_loader = True
+        if ticket.processes != self.processes:
+            self._refuse_batch("torch.distributed was started between loader and optimizer. Start it before both")
         if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
             self._refuse_batch(
                 "the batches are drawn with a key or run_id that is not the run's. Load the state_dict of the run's "
@@ -285,6 +289,8 @@ class PrivateMechanism:
     def _check_ready(self) -> None:
         if not self._sums.engine.attached:
             raise ValueError("the optimizer was detached or replaced. Create only one optimizer per model")
+        if Processes.current() != self.processes:
+            raise ValueError("torch.distributed was started after the optimizer was created. Start it first")
         if self.step >= self.plan.steps:
             raise ValueError(f"all {self.plan.steps} steps of the plan have been released. Calibrate a longer plan")
 
@@ -292,12 +298,10 @@ class PrivateMechanism:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""
         self._check_ready()
         self._sums.engine.flush()
-        device, run = next(iter(self._sums.parameters.values())).device, self.key.for_run(self.run_id).fingerprint()
-        own = self._sums.examples - self._at_last_release, self.step, int(run[:15], 16)
-        found = self.processes.together(own, device)
-        if any(other[1:] != found[0][1:] for other in found):
+        device, own = next(iter(self._sums.parameters.values())).device, self._sums.examples - self._at_last_release
+        examples = self.processes.total(own, [self.step, int(self._run_fingerprint[:15], 16)], device)
+        if examples is None:
             self._refuse_batch("the processes are at different steps or runs. Load the same state_dict in all of them")
-        examples = sum(other[0] for other in found)
         most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
@@ -313,6 +317,8 @@ class PrivateMechanism:
         def record() -> None:
             if self.before_step is not None:
                 self.before_step(self.step, self._content(sums, square_sums, bound))
+            elif self._needs_ledger:
+                raise ValueError("resuming with another number of processes needs the run's step ledger; open it first")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place

@@ -22,6 +22,7 @@ class Ticket:
     generation: int  # each new iteration of the loader raises it, which voids older tickets
     step: int
     key_fingerprint: str
+    processes: Any  # of the loader
     physical_examples: int
     is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
     opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped

@@ -20,7 +20,7 @@ from dpoptim.data import batch_handshake as tickets
 from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.processes import Processes
-from dpoptim.data.record_fingerprint import fingerprint_in_memory
+from dpoptim.data.record_fingerprint import fingerprint_few, fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
 from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
@@ -89,7 +89,8 @@ class PrivateLoader:
     def _iterate(self, generation: int) -> Iterator[Any]:
         pending: deque[Ticket] = deque()
         # By default torch seeds workers from the global generator, which changes the dropout of a resumed run.
-        secret = self._draws.subkey("workers", str(self.next_step))
+        rank = f" process {self.processes.rank}" if self.processes.rank else ""
+        secret = self._draws.subkey("workers", f"{self.next_step}{rank}")
         seed = torch.Generator().manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
         # The batch sampler runs in this process, ahead of the workers; batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
@@ -134,6 +135,7 @@ class PrivateLoader:
                 generation=self.generation,
                 step=step,
                 key_fingerprint=self._fingerprint,
+                processes=self.processes,
                 physical_examples=len(part),
                 is_placeholder=not parts,
                 opens_batch=number == 0,
@@ -294,7 +296,9 @@ def private_loader(
         processes=processes,
     )
     if processes.count > 1:
-        processes.agree({"the plan": plan.to_dict(), "the dataset or key of the loader": loader.state_dict()})
+        records = fingerprint_in_memory(dataset, loader.key) or fingerprint_few(dataset, loader.key)
+        own = {"the plan": plan.to_dict(), "the dataset": records, "the size or key of the loader": loader.state_dict()}
+        processes.agree(own)
     return loader
 
 

@@ -34,9 +34,7 @@ class Processes:
     @classmethod
     def current(cls) -> Processes:
         """Return the processes of torch.distributed, which is started here if torchrun started this process."""
-        if not distributed.is_available():
-            return cls()
-        if not distributed.is_initialized():
+        if not (distributed.is_available() and distributed.is_initialized()):
             if _started() == 1:
                 return cls()
             distributed.init_process_group()
@@ -68,7 +66,8 @@ class Processes:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if any(hasattr(tensor, "placements") for tensor in tensors.values()):
+        kinds = {type(module).__name__ for module in model.modules()}
+        if "FullyShardedDataParallel" in kinds or any(hasattr(tensor, "placements") for tensor in tensors.values()):
             raise ValueError("sharded parameters (FSDP, DTensor) are not supported yet. Keep a whole model per process")
         shapes = [(name, *tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()]
         versions = {"the version of dpoptim or torch": [__version__, torch.__version__]}
@@ -95,18 +94,19 @@ class Processes:
             others = [rank for rank in range(self.count) if found[rank].get(name) != found[0].get(name)]
             if others:
                 raise ValueError(
-                    f"{name} of process {others[0]} differs from process 0. All processes must have the same: pass the "
-                    "same arguments, and seed what is drawn at random"
+                    f"{name} of process {others[0]} differs from process 0. Give all processes the same arguments, and "
+                    "the same records in the same order"
                 )
 
-    def together(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Return the numbers of each process."""
+    def total(self, own: int, common: Sequence[int], device: torch.device) -> int | None:
+        """Return the sum of all processes' numbers, or None if what they should have in common differs."""
         if self.count == 1:
-            return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64, device=device)
-        found = own.new_empty(self.count * len(own))
-        distributed.all_gather_into_tensor(found, own)
-        return found.view(self.count, -1).tolist()
+            return own
+        numbers = torch.tensor([own, *common], dtype=torch.int64, device=device)
+        gathered = numbers.new_empty(self.count * len(numbers))
+        distributed.all_gather_into_tensor(gathered, numbers)
+        found = gathered.view(self.count, -1).tolist()
+        return sum(one[0] for one in found) if all(one[1:] == [*common] for one in found) else None
 
     def add_up(self, vectors: Iterable[Tensor]) -> None:
         """Replace each vector with its sum over all processes, with the same bits everywhere."""
@@ -133,10 +133,13 @@ class Processes:
 
 def _started() -> int:
     """Return how many processes torchrun, or a launcher like it, has started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1 and "RANK" not in os.environ:
+        raise ValueError(f"WORLD_SIZE={count} without RANK. Use torchrun, or call init_process_group() first")
+    return count
 
 
 def check_alone(what: str) -> None:
     """Refuse what supports only one process."""
-    if _started() > 1:
+    if _started() > 1 or Processes.current().count > 1:
         raise ValueError(f"{what} runs in one process for now. Start it without torchrun or accelerate launch")

@@ -112,7 +112,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             clipping_memory=clipping_memory,
             allow_mixing=allow_mixing,
         )
+        if external_batches and self.mechanism.processes.count > 1:
+            raise ValueError("external_batches=True runs in one process for now. Use private_loader")
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
+        self.mechanism.processes.agree({"the variant": self._variant(), "lr or another setting": self.defaults})
         self.observers: list[Callable[[Released], None]] = []
         self.remedies = Remedies()
         self.clipping_memory, self.parameter_bytes = clipping_memory, sum(p.nbytes for p in model.parameters())

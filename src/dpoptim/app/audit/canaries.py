@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dpoptim.app.audit.statistics import Bools, Floats
 from dpoptim.clipping import Released
 from dpoptim.data import private_loader
+from dpoptim.data.processes import check_alone
 from dpoptim.noise import NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
@@ -58,6 +59,7 @@ def play(
     after_step: Callable[[], None] = lambda: None,
 ) -> GameResult:
     """Train on canaries and blanks, one per example of the plan; the seed determines coins, batches and noise."""
+    check_alone("dpoptim audit")
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dpoptim.data.processes import check_alone
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
@@ -44,6 +45,7 @@ _TRAINER_OPTIONS = {
 
 def private_arguments(args: Any) -> Any:
     """Refuse unsupported TrainingArguments, and return a copy for the stock training loop."""
+    check_alone("PrivateTrainer")
     for option, fix in _ONE_PROCESS.items():
         value = getattr(args, option, None)
         if value and value != 1:
