@@ -91,7 +91,7 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
         )
         self._sums.engine.attach()
-        self._needs_ledger = False  # resumed with another number of processes, whose sums round differently
+        self._needs_ledger = False  # resumed with a different number of processes, whose sums round differently
         self.before_step: Callable[[int, bytes], None] | None = None
         """Called before noise is added, with the step and the `_content` of the release."""
         # Batches and their tickets from a private_loader:
@@ -318,7 +318,7 @@ class PrivateMechanism:
             if self.before_step is not None:
                 self.before_step(self.step, self._content(sums, square_sums, bound))
             elif self._needs_ledger:
-                raise ValueError("resuming with another number of processes needs the run's step ledger; open it first")
+                raise ValueError("a run with a different number of processes than before needs the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place

@@ -126,7 +126,7 @@ class Processes:
             failed = torch.tensor(error is not None, device=device)
             distributed.broadcast(failed, src=0)
             if bool(failed) and self.rank > 0:
-                raise ValueError("process 0 refused the step; its error message says why")
+                raise ValueError("process 0 refused the step; see its error message")
         if error is not None:
             raise error
 
