@@ -25,6 +25,32 @@ def test_weights():
     assert found.counts.tolist() == [3, 2, 1]  # infinity is more than the clip norm
 
 
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("has_bound", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_clip_weights_match_a_loop_over_examples(factor, has_bound, dtype):
+    squares, bounds = torch.randn(2, 1500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    squares.square_()
+    squares[:5] = of(0.0, math.inf, math.nan, 1e76, 0.25)
+    bounds[3:6] = of(math.nan, 0.5, math.nan)
+    found = clip_weights(squares, bounds if has_bound else None, clip_norm=0.6, factor=factor, dtype=dtype)
+    counts, (limit, tiny) = [0, 0, 0], (0.6 / factor, torch.finfo(torch.float32).tiny)
+    for j, (square, bound) in enumerate(zip(squares.tolist(), bounds.tolist(), strict=True)):
+        norm = math.sqrt(square)
+        share = limit / norm if norm else math.inf
+        is_left_out = not share >= tiny
+        is_doubtful = has_bound and not is_left_out and not bound <= norm
+        counts = [
+            count + is_true for count, is_true in zip(counts, (norm > limit, is_left_out, is_doubtful), strict=True)
+        ]
+        assert bool(found.needs_recompute[j]) == is_doubtful
+        expected = 0.0 if is_left_out or is_doubtful else min(share, 1.0) * factor
+        assert float(found.weights[j]) == pytest.approx(expected, rel=1e-6)
+        assert float(found.norms[j]) == pytest.approx(norm * factor, rel=1e-6, nan_ok=True)
+    assert found.counts.tolist() == counts
+    assert found.weights.dtype == found.norms.dtype == dtype
+
+
 def test_norms_at_the_bound_are_trusted_and_nan_bounds_are_not():
     found = clip_weights(of(4, 4, 4), of(2, math.nan, 2.001), clip_norm=9.0, factor=1, dtype=torch.float64)
     assert found.needs_recompute.tolist() == [False, True, True]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dpoptim.kernels import normalization, norms
-from dpoptim.kernels.clip_weights import clip_weights
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 from tests.kernels.test_norms import check_first_left_out, check_square_sums, check_weighted_sums, close, made
 
@@ -273,34 +272,6 @@ class TestKernels:
 def test_sums_over_many_examples(dtype):
     grads = [made(777, 40, dtype=dtype, device=DEVICE), made(777, 3, 5, seed=1, dtype=dtype, device=DEVICE)]
     check_weighted_sums(grads, made(777, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
-
-
-@needs_triton
-@pytest.mark.gpu
-@pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("has_bound", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_clip_weights_match_a_loop_over_examples(factor, has_bound, dtype):
-    squares = made(1500, dtype=torch.float64, device=DEVICE).square()
-    squares[:5] = torch.tensor([0.0, math.inf, math.nan, 1e90, 0.25])
-    bounds = made(1500, seed=1, dtype=torch.float64, device=DEVICE)
-    bounds[3:6] = torch.tensor([math.nan, 0.5, math.nan])
-    found = clip_weights(squares, bounds if has_bound else None, clip_norm=0.6, factor=factor, dtype=dtype)
-    counts, (limit, tiny) = [0, 0, 0], (0.6 / factor, torch.finfo(torch.float32).tiny)
-    for j, (square, bound) in enumerate(zip(squares.tolist(), bounds.tolist(), strict=True)):
-        norm = math.sqrt(square)
-        share = limit / norm if norm else math.inf
-        is_left_out = not share >= tiny
-        is_doubtful = has_bound and not is_left_out and not bound <= norm
-        counts = [
-            count + is_true for count, is_true in zip(counts, (norm > limit, is_left_out, is_doubtful), strict=True)
-        ]
-        assert bool(found.needs_recompute[j]) == is_doubtful
-        expected = 0.0 if is_left_out or is_doubtful else min(share, 1.0) * factor
-        assert float(found.weights[j]) == pytest.approx(expected, rel=1e-6)
-        assert float(found.norms[j]) == pytest.approx(norm * factor, rel=1e-6, nan_ok=True)
-    assert found.counts.tolist() == counts
-    assert found.weights.dtype == found.norms.dtype == dtype
 
 
 @needs_triton

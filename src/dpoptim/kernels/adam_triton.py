@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.tables_triton import DTYPES, cdiv, parts_of, shift_of, table_of
+from dpoptim.kernels.tables_triton import DTYPES, cdiv, parts_of, table_of
 
 _BLOCK = 1024
 
@@ -64,23 +64,23 @@ def adam_step_(
 ) -> None:  # fmt: skip
     """Take one step; moments and remainders are vectors of all parameters, gradients need not be adjacent."""
     device, base = first_moment.device, next((g for g in gradients if g.numel()), first_moment)
-    found: dict[tuple[torch.dtype, int], list[tuple[Tensor, int, int]]] = {}
+    first = base.data_ptr()
+    found: dict[tuple[torch.dtype, int], list[tuple[int, int, int, int]]] = {}
     offset = 0
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.numel():
-            shift = shift_of(gradient, base)
-            even = parameter.numel() % 8 == offset % 8 == shift % 8 == parameter.data_ptr() % 16 == 0
-            found.setdefault((parameter.dtype, 8 if even else 1), []).append((parameter, offset, shift))
-        offset += parameter.numel()
+        if numel := parameter.numel():
+            address, shift = parameter.data_ptr(), (gradient.data_ptr() - first) // 4
+            even = (numel | offset | shift) % 8 == address % 16 == 0
+            found.setdefault((parameter.dtype, 8 if even else 1), []).append((numel, offset, address, shift))
+        offset += numel
     for (dtype, width), members in found.items():
         rounds = rounding is not None and dtype != torch.float32
-        parts = parts_of(tuple((p.numel(), offset) for p, offset, _ in members), _BLOCK, device)
-        addresses = table_of(tuple(parameter.data_ptr() for parameter, _, _ in members), torch.int64, device)
-        shifts = table_of(tuple(shift for _, _, shift in members), torch.int64, device)
+        numels, offsets, addresses, shifts = zip(*members, strict=True)
+        parts = parts_of(tuple(zip(numels, offsets, strict=True)), _BLOCK, device)
         _adam[(len(parts),)](
-            addresses, shifts, parts, base, first_moment, second_moment,
-            rounding if rounds else first_moment, 1 - betas[0], 1 - betas[1], 1 - betas[0] ** step,
-            1 - betas[1] ** step, eps, lr, added_decay, kept,
+            table_of(addresses, torch.int64, device), table_of(shifts, torch.int64, device), parts, base,
+            first_moment, second_moment, rounding if rounds else first_moment, 1 - betas[0], 1 - betas[1],
+            1 - betas[0] ** step, 1 - betas[1] ** step, eps, lr, added_decay, kept,
             DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,
         )  # fmt: skip
 

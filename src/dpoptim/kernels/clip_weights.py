@@ -8,9 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpoptim import kernels
-from dpoptim.kernels import choose
-
 
 class ClipResult(NamedTuple):
     """The clip weight of each example of a physical batch."""
@@ -30,9 +27,6 @@ def clip_weights(
     float32 has no such weight at full precision (rounding could double it). The norm of an example cannot be trusted
     if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
-    if choose.on_current_device(squared, min_trusted_norm):
-        found = kernels.clip_weights_triton.clip_weights(squared, min_trusted_norm, clip_norm / factor, factor, dtype)
-        return ClipResult(*found)
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
     weights = (limit / norms).clamp(max=1.0)
     is_kept = weights >= torch.finfo(torch.float32).tiny  # false for NaN
