@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpoptim.clipping import captured
+from dpoptim.kernels import flat
+from dpoptim.kernels.graphs import GraphMemory
 from tests.interpreter import IS_INTERPRETED
 
 
@@ -60,11 +63,11 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace graphs by tapes, also on a CPU; return a list of the number of replays of each."""
     replays: list[int] = []
 
-    def graph_of(run: Callable[[], None], workspace: Any) -> Callable[[], None]:
-        tape = Tape()
+    def graph_of(run: Any, memory: Any) -> Callable[[], None]:
+        tape, parameters = Tape(), run.__self__._sums.parameters
         with torch.random.fork_rng(devices=[]):  # a capture draws no random numbers
             run()
-            if held := [name for name, parameter in workspace._clipped.parameters.items() if _is_in_a_graph(parameter)]:
+            if held := [name for name, parameter in parameters.items() if _is_in_a_graph(parameter)]:
                 pytest.fail(f"autograd still holds nodes of a different stream, which ends a capture: {held}")
             with _kernels_on(tape), tape:
                 run()
@@ -77,14 +80,37 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    monkeypatch.setattr(captured, "_graph_of", graph_of)
-    monkeypatch.setattr(captured, "_can_capture", lambda devices, sums: True)
+    monkeypatch.setattr(captured, "graph_of", graph_of)
+    monkeypatch.setattr(captured, "_can_capture", lambda devices: True)
     return replays
+
+
+class _Loan:
+    """Memory of a CPU tensor, as numpy takes it."""
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        self.__array_interface__ = place
+
+
+def lend_memory_of_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lend the memory of tapes as that of graphs is lent, and let small models keep their sums in several vectors."""
+
+    def results(tensors: list[Tensor], graph: object) -> list[dict[str, Any]]:
+        return [tensor.numpy().__array_interface__ for tensor in tensors]
+
+    def lend(memory: GraphMemory, places: list[dict[str, Any]]) -> list[Tensor]:
+        loans = [_Loan(place) for place in places]
+        memory._loans.update(loans)  # type: ignore[arg-type]
+        return [torch.from_numpy(np.asarray(loan)) for loan in loans]
+
+    monkeypatch.setattr(flat, "MAX_ELEMENTS", 20)
+    monkeypatch.setattr(captured, "Results", results)
+    monkeypatch.setattr(GraphMemory, "lend", lend)
 
 
 def never_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the padded operations of graphs without graphs, as the first batch of each shape does."""
-    monkeypatch.setattr(captured, "_can_capture", lambda devices, sums: True)
+    monkeypatch.setattr(captured, "_can_capture", lambda devices: True)
     monkeypatch.setattr(captured, "MAX_GRAPHS", 0)
 
 

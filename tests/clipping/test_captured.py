@@ -259,11 +259,11 @@ def test_new_conditions_make_a_new_graph(monkeypatch):
 def test_a_failed_capture_runs_without_a_graph(monkeypatch):
     tape_graphs(monkeypatch)
 
-    def refuse(run, workspace):
+    def refuse(run, memory):
         run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(captured, "_graph_of", refuse)
+    monkeypatch.setattr(captured, "graph_of", refuse)
     batches = batches_of(*[(8, 4)] * 5)
     expected, ordinary = trained("scaled", batches, is_captured=False)
     with pytest.warns(RuntimeWarning, match=r"could not be captured \(RuntimeError\)") as warned:
@@ -285,7 +285,7 @@ def test_shapes_above_the_limit_run_without_graphs(monkeypatch):
 
 
 def test_a_cpu_runs_without_graphs(monkeypatch):
-    monkeypatch.setattr(captured, "_graph_of", lambda *args: pytest.fail("it was captured"))
+    monkeypatch.setattr(captured, "graph_of", lambda *args: pytest.fail("it was captured"))
     batches = batches_of((8, 4), (3, 4), (8, 4), (8, 4))
     expected, _ = trained("scaled", batches, is_captured=False)
     found, _ = trained("scaled", batches, is_captured=True)
@@ -387,7 +387,7 @@ def test_sums_are_dropped_if_adding_them_fails(monkeypatch):
     sums = optimizer.mechanism._sums
 
     def fail(*args: Any) -> None:
-        sums._sums.add_all(args[0])
+        sums._sums.add_all(args[0], keep=False)
         raise MemoryError
 
     run(x, y)
@@ -754,7 +754,7 @@ def test_moved_or_converted_tensors_make_a_new_graph(monkeypatch, change):
             parameter.data = parameter.data.double()
     warm(run, x, y, optimizer)
     assert replays == [2, 1]
-    (total,) = run._workspace.sums.vectors
+    (total,) = run._workspace._shared_sums.vectors
     assert total.dtype == (torch.float64 if change == "dtype" else torch.float32)
     expected = before + 1 if change == "buffer" else before.double()
     torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
@@ -827,20 +827,17 @@ def test_a_function_that_skips_rows_is_not_captured(monkeypatch):
 
 def test_an_outer_autocast_is_not_captured(monkeypatch):
     monkeypatch.setattr(captured, "choose", SimpleNamespace(available=lambda device: True))
-    monkeypatch.setattr(captured, "_graph_of", lambda *args: pytest.fail("it was captured"))
+    monkeypatch.setattr(captured, "graph_of", lambda *args: pytest.fail("it was captured"))
     model = model_of()
     optimizer, run = captured_run(model)
     ((x, y),) = batches_of((4, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         warm(run, x, y, optimizer)
     here, there = torch.device("cpu"), torch.device("meta")
-    sums = optimizer.mechanism._sums
-    assert captured._can_capture([here], sums)
-    assert not captured._can_capture([here, there], sums)
+    assert captured._can_capture([here])
+    assert not captured._can_capture([here, there])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not captured._can_capture([here], sums)
-    monkeypatch.setattr(captured, "MAX_PARAMETERS", 10)
-    assert not captured._can_capture([here], sums)
+        assert not captured._can_capture([here])
 
 
 def test_transformers_reads_no_mask():

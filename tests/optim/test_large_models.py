@@ -180,23 +180,48 @@ def test_kernels_add_noise_and_compute_the_scale(dtype, monkeypatch):
 
 @pytest.mark.gpu
 @on_gpu
-def test_captured_batches_use_the_computed_scale(monkeypatch):
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("exponent", [0.5, 0.3])
+@pytest.mark.parametrize("elements", [1 << 27, 64])
+def test_captured_batches_use_the_computed_scale(monkeypatch, elements, exponent, parts):
     monkeypatch.setattr(optimizers, "MAX_STORED_SCALE", 0)
+    monkeypatch.setattr(flat, "MAX_ELEMENTS", elements)
+    plan = dpoptim.PrivacyPlan(num_examples=50, batch_size=12, steps=20, clip_norm=0.8, noise_multiplier=0.5)
     found = []
     for captured in (False, True):
         model = small(torch.float32, "cuda")
-        optimizer = begun(model)
+        optimizer = begun(model, plan, exponent=exponent)
         differentiate = optimizer.captured(lambda x, model=model: model(x).square().sum(1))
-        x = torch.randn(6, 7, generator=torch.Generator().manual_seed(1)).cuda()
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).cuda()
         for _ in range(6):
-            if captured:
-                differentiate(x)
-            else:
-                model(x).square().sum().backward()
+            for part in x.split(12 // parts):
+                if captured:
+                    differentiate(part)
+                else:
+                    model(part).square().sum().backward()
             optimizer.step()
         assert differentiate.graphs == int(captured)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_graphs_of_a_large_model_share_the_memory_of_their_sums():
+    model = nn.Sequential(*(nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(16)))
+    numel = sum(p.numel() for p in model.parameters())
+    optimizer = begun(model)
+    differentiate = optimizer.captured(lambda x: model(x).square().sum(1))
+    reserved = []
+    for examples in (2, 3, 4):
+        for _ in range(3):
+            differentiate(torch.randn(examples, 4096, device="cuda", dtype=torch.bfloat16))
+            optimizer.step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert differentiate.graphs == 3
+    assert reserved[-1] - reserved[0] < numel  # a quarter of the sums
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,18 +32,20 @@ from dpoptim.data.secret_randomness import host_generators, save_rng_states
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
+from dpoptim.kernels.graphs import GraphMemory, Results, graph_of
+from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.validation.temporary_changes import replaced
 
 MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
-MAX_PARAMETERS = 1 << 29  # larger models keep a GPU busy, and graphs would need memory for one more sum of gradients
 
 
 class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
     Batches run without a graph on a CPU, without Triton, if sums of squares are released too, if the arguments hold
-    numbers, strings or objects, under an autocast that began outside `losses`, if more than `MAX_PARAMETERS` are
-    trained, or if the model or `losses` waits for the device or draws random numbers on the host.
+    numbers, strings or objects, under an autocast that began outside `losses`, or if the model or `losses` waits for
+    the device or draws random numbers on the host. With a large model, they also run without a graph while something
+    outside still holds the gradient of the last step, because a graph would overwrite it.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
     depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
@@ -68,7 +70,7 @@ class Captured:
     @property
     def graphs(self) -> int:
         """How many shapes run as graphs."""
-        return sum(shape.replay is not None for shape in self._shapes.values())
+        return sum(shape.graph is not None for shape in self._shapes.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate a batch and return its losses, [examples]; call `optimizer.step()` next.
@@ -83,12 +85,13 @@ class Captured:
         self._engine.flush()  # adds the last replay before it is overwritten
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = _read_batch(self._losses, args, kwargs, devices[0])
-        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices, self._sums):
+        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
             return self._run(batch)
         self._check_addresses()
+        self._workspace.begin_run()
         rows = _padded_rows(batch.examples, self._pad_to_multiple)
         shape = self._shape_of((rows, batch.key, self._conditions()), batch, rows)
         return self._differentiate(shape, batch) if shape.runs_once else self._run(batch)
@@ -105,10 +108,9 @@ class Captured:
                     f"batches have more than {MAX_GRAPHS} shapes, and later shapes run without graphs. Pad them to "
                     "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)"
                 )
-        elif shape.has_run and shape.replay is None and shape.can_be_captured:
+        elif shape.has_run and shape.graph is None and shape.can_be_captured:
             try:
-                with choose.held_tables() as shape.tables:
-                    shape.replay = _graph_of(shape.run, self._workspace)
+                shape.capture()
             except Exception as error:  # nothing was added yet, and the run without a graph raises the real error
                 shape.can_be_captured = False
                 self._warn_about_capture(type(error).__name__)
@@ -137,8 +139,9 @@ class Captured:
 
     def _check_addresses(self) -> None:
         """Drop all graphs if a parameter or buffer has moved in memory or changed its dtype."""
-        tensors = [*self._engine.model.parameters(), *self._engine.model.buffers()]
+        tensors, scale = [*self._engine.model.parameters(), *self._engine.model.buffers()], self._sums.scale
         addresses: list[Hashable] = [(tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        addresses.append(scale.layout if isinstance(scale, ComputedScale) else None)
         if addresses == self._addresses:
             return
         if torch.cuda.is_initialized():
@@ -158,13 +161,13 @@ class Captured:
 
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
-        bounds, draws = self._sums.bounds(), save_rng_states(host=shape.replay is None or batch.device.type == "cpu")
-        # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
-        scale = list((self._sums.scale or {}).values())
-        self._workspace.copy_scale()
+        bounds, draws = self._sums.bounds(), save_rng_states(host=shape.graph is None or batch.device.type == "cpu")
+        scale, memory = self._sums.scale, self._workspace.memory  # a new scale at the same address would look unchanged
         shape.fill(batch)
+        if memory.is_lent:
+            self._sums.copy_sums()
         try:
-            (shape.replay or shape.run)()
+            (shape.run if shape.graph is None or memory.is_lent else shape.replay)()
         except _RunsModelDifferently:
             shape.runs_once = False
             self._warn_about_capture("the model ran more than once, or not on all rows")
@@ -183,7 +186,7 @@ class Captured:
         self._follow_stream()
         if bounds == self._sums.bounds():
             again = partial(self._clip_rows_again, shape, batch, draws)
-            self._sums.add_sums(self._workspace.sums, shape.found, batch.examples, shape.explanation, again)
+            self._sums.add_sums(self._workspace.take_sums(), shape.found, batch.examples, shape.explanation, again)
         else:
             with _repeating(draws), torch.enable_grad():
                 self._run(batch)
@@ -208,21 +211,49 @@ class _GraphWorkspace:
 
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
-        self.sums = FlatTensors(sums.parameters)
-        list(self.sums.vectors)  # allocates them now, not while a graph is captured
-        self.scale: FlatTensors | None = None
-        self.memory: Any = None
-        self.stream: Any = None
+        self._sums: FlatTensors | None = None  # of the last run, until they are added
+        self._numbers: Tensor | None = None
+        self._flat_scale: FlatTensors | None = None
+        self.scale: Mapping[str, Tensor] | None = None
+        self.memory = GraphMemory()
+        self._shared_sums = None if sums.saves_memory else FlatTensors(sums.parameters)
+        if self._shared_sums is not None:
+            list(self._shared_sums.vectors)  # allocates them now, not while a graph is captured
 
-    def copy_scale(self) -> None:
-        """Copy the current scale to the address that graphs read."""
-        scale = self._clipped.scale
-        if scale is None:
-            return
-        if self.scale is None:
-            self.scale = FlatTensors(self._clipped.parameters)
-        for names, vector in zip(self.scale.names, self.scale.vectors, strict=True):
-            vector.copy_(flatten([scale[name] for name in names], vector.dtype))
+    def new_sums(self) -> FlatTensors:
+        """Return where a run writes its sums. Large models allocate them as the run frees memory."""
+        self._sums = None
+        self._sums = self._shared_sums or FlatTensors(self._clipped.parameters)
+        return self._sums
+
+    def borrow_sums(self, results: Results | None) -> None:
+        """Use the sums of a graph's last run. The memory `is_lent` as long as something holds them."""
+        vectors = iter(() if results is None else self.memory.lend(results))
+        self._sums = self._shared_sums or FlatTensors(self._clipped.parameters, lambda numel: next(vectors))
+
+    def take_sums(self) -> FlatTensors:
+        """Return the sums of the last run, and forget them."""
+        sums, self._sums = self._sums, None
+        assert sums is not None
+        return sums
+
+    def begin_run(self) -> None:
+        """Forget a batch that was never added, and set the scale that the run reads."""
+        self._sums = None
+        self._copy_scale()
+
+    def _copy_scale(self) -> None:
+        """Copy the current scale, or the numbers from which graphs compute it, to the address that graphs read."""
+        self.scale = scale = self._clipped.scale
+        if isinstance(scale, ComputedScale):
+            numbers = scale.numbers()
+            if self._numbers is None or self._numbers.shape != numbers.shape:
+                self._numbers = torch.empty_like(numbers, device=scale.wholes[0].moment.device)
+            self.scale = scale.reading(self._numbers.copy_(numbers, non_blocking=True))
+        elif scale is not None:
+            self.scale = self._flat_scale = self._flat_scale or FlatTensors(self._clipped.parameters)
+            for names, vector in zip(self._flat_scale.names, self._flat_scale.vectors, strict=True):
+                vector.copy_(flatten([scale[name] for name in names], vector.dtype))
 
 
 class _RunsModelDifferently(ValueError):
@@ -241,20 +272,33 @@ class _Shape:
         self.explanation: Explanation
         self.has_run = False
         self.runs_once = self.can_be_captured = True
-        self.replay: Callable[[], None] | None = None
-        self.tables: Any = None  # read by the graph's kernels
+        self.graph: Callable[[], None] | None = None
+        self._results: Results | None = None  # of the graph, if it has its own sums
+        self._tables: Any = None  # read by the graph's kernels
 
     def fill(self, batch: _Batch) -> None:
         """Overwrite the inputs with a batch and its padding."""
         self.batch.fill(batch)
         self.real[: batch.examples], self.real[batch.examples :] = True, False
 
+    def capture(self) -> None:
+        """Make a graph of `run`."""
+        with choose.held_tables() as self._tables:
+            self.graph = graph_of(self.run, self._workspace.memory)
+        if self._sums.saves_memory:
+            self._results = Results(self._workspace.take_sums().vectors, self.graph)
+
+    def replay(self) -> None:
+        """Do what `run` does, by the graph."""
+        assert self.graph is not None
+        self.graph()
+        self._workspace.borrow_sums(self._results)
+
     def run(self) -> None:
         """Differentiate the inputs, and clip and sum them into the workspace; nothing here waits for the device."""
 
         def clip_and_sum(recorded: PhysicalBatch) -> None:
-            scale = None if self._sums.scale is None else self._workspace.scale
-            self.found = self._sums.clip_and_sum_into(self._workspace.sums, recorded, scale)
+            self.found = self._sums.clip_and_sum_into(self._workspace.new_sums(), recorded, self._workspace.scale)
 
         is_first = not self.has_run and self.batch.device.type != "cpu"  # on a CPU, dropout itself draws on the host
         before = host_generators() if is_first else None
@@ -313,33 +357,9 @@ def _padded_rows(examples: int, multiple: int | None) -> int:
     return -(-examples // multiple) * multiple
 
 
-def _can_capture(devices: Sequence[torch.device], sums: ClippedSums) -> bool:
+def _can_capture(devices: Sequence[torch.device]) -> bool:
     # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
-    is_ready = len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
-    return is_ready and sum(parameter.numel() for parameter in sums.parameters.values()) <= MAX_PARAMETERS
-
-
-def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[], None]:
-    """Capture what `run` launches. It first runs once to compile kernels and let the engine check the call."""
-    graph = torch.cuda.CUDAGraph()
-    if workspace.stream is None:
-        workspace.stream, workspace.memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # a graph has its own memory, and torch frees none during a capture
-    with torch.cuda.stream(workspace.stream):
-        try:
-            # Relaxed, because tables are written to pinned memory that is allocated during the capture.
-            graph.capture_begin(pool=workspace.memory, capture_error_mode="relaxed")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        except BaseException:
-            _clean_up_failed_capture(workspace)
-            raise
-    return graph.replay
+    return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
 
 
 @contextlib.contextmanager
@@ -354,17 +374,6 @@ def _no_masks_from_values() -> Iterator[None]:
             if hasattr(module, "is_tracing"):
                 stack.enter_context(replaced(module, is_tracing=lambda tensor=None: tensor is not None))
         yield
-
-
-def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
-    """Stop using the graph's memory pool and random state, which torch's `capture_end` keeps after a failure."""
-    device: int = torch.cuda.current_device()
-    with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device, workspace.memory)
-    with contextlib.suppress(Exception):
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-    workspace.stream = None
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class ClippedSums:
         self.scale: Scale = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.with_squares = squares
-        self._saves_memory = len(group_parameters(self.parameters)) > 1  # at the cost of waiting for the device
+        self.saves_memory = len(group_parameters(self.parameters)) > 1  # at the cost of waiting for the device
         self.clear_sums()
         self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
@@ -126,14 +126,14 @@ class ClippedSums:
         found, is_trusted = self._clip(batch.gradients, self.scale, factor)
         rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
         self._remember_norm_methods(batch)
-        if self._saves_memory:  # then the sums take memory as the gradients free it
+        if self.saves_memory:  # then the sums take memory as the gradients free it
             self.clip_and_sum_rows(batch, rows(), factor)
-        kept = batch.gradients if self._saves_memory else dict(batch.gradients)
+        kept = batch.gradients if self.saves_memory else dict(batch.gradients)
         _sum(kept, found.weights, self._sums, self._square_sums)
         self.examples += batch.examples
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
-        if not self._saves_memory:
+        if not self.saves_memory:
             self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
@@ -155,8 +155,14 @@ class ClippedSums:
 
     def bounds(self) -> Hashable:
         """A value that changes whenever the clip norm or the scale changes."""
+        if isinstance(self.scale, ComputedScale):
+            return self.clip_norm, self.scale.identity
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
+
+    def copy_sums(self) -> None:
+        """Copy what is summed so far, because a graph is about to overwrite its memory."""
+        self._sums.copy()
 
     def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Scale) -> ClipResult:
         """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device, so a graph can capture it.
@@ -178,15 +184,16 @@ class ClippedSums:
         explanation: Explanation,
         again: Callable[[list[int]], None],
     ) -> None:
-        """Add a copy of what `clip_and_sum_into` computed for a batch in which `examples` rows count.
+        """Add what `clip_and_sum_into` computed for a batch in which `examples` rows count.
 
-        It leaves out examples that need recomputing. `again(rows)` differentiates the batch once more without a graph
-        and adds these rows with `clip_and_sum_rows`. `rows` are the model's row numbers. The host reads them only when
-        the next such batch is added or the sums are taken, so it can prepare a batch while the device is busy.
+        Large models keep it without a copy if it is the first. It leaves out examples that need recomputing.
+        `again(rows)` differentiates the batch once more without a graph and adds these rows with `clip_and_sum_rows`.
+        `rows` are the model's row numbers. The host reads them only when the next such batch is added or the sums are
+        taken, so it can prepare a batch while the device is busy.
         """
         rows_to_recompute = _rows_to_recompute(found, found.needs_recompute.clone())
         self._settle()
-        self._sums.add_all(of_batch)
+        self._sums.add_all(of_batch, keep=self.saves_memory)
         self.examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
@@ -314,10 +321,15 @@ class _Accumulator:
             norms.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
             self._begun.update(names)
 
-    def add_all(self, sums: FlatTensors) -> None:
-        """Add a copy of these sums of all parameters."""
+    def copy(self) -> None:
+        """Move the sums to new memory."""
+        if self._sums is not None:
+            self._sums = self._sums.mapped(torch.clone)
+
+    def add_all(self, sums: FlatTensors, *, keep: bool) -> None:
+        """Add these sums of all parameters: with `keep`, the first ones are not copied."""
         if self._sums is None:
-            self._sums = sums.mapped(torch.clone)
+            self._sums = sums if keep else sums.mapped(torch.clone)
         else:
             for total, more in zip(self.taken().vectors, sums.vectors, strict=True):
                 total += more

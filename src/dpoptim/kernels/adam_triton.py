@@ -92,15 +92,19 @@ def root_of(moment, factor, floor):
 
 
 @triton.jit(do_not_specialize=["factor", "floor"])
-def _inverse_root(moment, out, numel, factor, floor, BLOCK: tl.constexpr):
+def _inverse_root(moment, out, numel, factor, floor, READS: tl.constexpr, BLOCK: tl.constexpr):
+    if READS:
+        factor, floor = tl.load(factor), tl.load(floor)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(moment + at, mask=at < numel, other=0.0)
     tl.store(out + at, tl.div_rn(1.0, root_of(value, factor, floor)), mask=at < numel)
 
 
-def inverse_root(moment: Tensor, factor: float, floor: float) -> Tensor:
+def inverse_root(moment: Tensor, factor: float | Tensor, floor: float | Tensor) -> Tensor:
     moment = moment.contiguous()
     out = torch.empty_like(moment)
     if moment.numel():
-        _inverse_root[(cdiv(moment.numel(), _BLOCK),)](moment, out, moment.numel(), factor, floor, BLOCK=_BLOCK)
+        _inverse_root[(cdiv(moment.numel(), _BLOCK),)](
+            moment, out, moment.numel(), factor, floor, READS=isinstance(factor, Tensor), BLOCK=_BLOCK
+        )
     return out

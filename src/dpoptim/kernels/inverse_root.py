@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +13,13 @@ from dpoptim.kernels import choose
 from dpoptim.kernels.flat import unflatten
 
 
-def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float) -> Tensor:
+def inverse_root(moment: Tensor, *, exponent: float, factor: float | Tensor, floor: float | Tensor) -> Tensor:
     """Return 1 / (factor·max(moment, 0)^exponent + floor), such as 0.1 for 16 with exponent ½, factor 2 and floor 2."""
     if exponent == 0.5 and choose.on_gpu(moment):
         return kernels.adam_triton.inverse_root(moment, factor, floor)
     root = moment.clamp(min=0).pow_(exponent)
+    if isinstance(factor, Tensor):
+        return root.mul_(factor).add_(floor).reciprocal_()
     lowest = torch.tensor(floor, dtype=root.dtype, device="cpu")
     return torch.add(lowest, root, alpha=factor, out=root).reciprocal_()
 
@@ -31,8 +33,8 @@ class LazyInverseRoot:
 
     moment: Tensor
     exponent: float
-    factor: float
-    floor: float
+    factor: float | Tensor  # a tensor if a graph reads it
+    floor: float | Tensor
     start: float = 0.0
 
     def tensor(self) -> Tensor:
@@ -40,7 +42,7 @@ class LazyInverseRoot:
         return inverse_root(moment, exponent=self.exponent, factor=self.factor, floor=self.floor)
 
     @property
-    def settings(self) -> tuple[float, ...]:
+    def settings(self) -> tuple[float | Tensor, ...]:
         return self.exponent, self.factor, self.floor, self.start
 
 
@@ -57,6 +59,27 @@ class ComputedScale(Mapping[str, Tensor]):
         self._parts = [moments for _, moments in parts]
         self._part_of = {name: number for number, moments in enumerate(self._parts) for name in moments}
         self._versions = [whole.moment._version for whole in self.wholes]
+
+    @property
+    def layout(self) -> Hashable:
+        """What a graph that computes the scale repeats at every run."""
+        return tuple((whole.moment.data_ptr(), whole.exponent, whole.start) for whole in self.wholes)
+
+    @property
+    def identity(self) -> Hashable:
+        """A value that changes whenever the scale changes."""
+        return tuple((whole.moment.data_ptr(), whole.moment._version, whole.settings) for whole in self.wholes)
+
+    def numbers(self) -> Tensor:
+        """[parts, 2]: factor and floor of each part, on the host."""
+        found = [(whole.factor, whole.floor) for whole in self.wholes]
+        is_cuda = self.wholes[0].moment.is_cuda
+        return torch.tensor(found, dtype=self.wholes[0].moment.dtype, device="cpu", pin_memory=is_cuda)
+
+    def reading(self, numbers: Tensor) -> ComputedScale:
+        """Return the same scale for a graph, which reads `numbers()` at a fixed address at every run."""
+        pairs = zip(self.wholes, numbers, self._parts, strict=True)
+        return ComputedScale([(replace(whole, factor=two[0], floor=two[1]), moments) for whole, two, moments in pairs])
 
     def lazy(self, name: str) -> LazyInverseRoot:
         """Return the scale of a parameter, not computed yet."""
