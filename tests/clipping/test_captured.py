@@ -19,6 +19,7 @@ import dpoptim
 from dpoptim.clipping import captured, check_example_independence
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
+from dpoptim.data.batch_arguments import padded_rows
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.optim import PrivateOptimizer
@@ -105,9 +106,9 @@ def test_replays_add_the_same_sums_as_ordinary_batches(monkeypatch, variant, red
 
 
 def test_padding_adds_at_most_an_eighth_of_the_rows():
-    assert [captured._padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
-    assert captured._padded_rows(100, 64) == 128
-    assert captured._padded_rows(1, 64) == 1
+    assert [padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
+    assert padded_rows(100, 64) == 128
+    assert padded_rows(1, 64) == 1
 
 
 def test_padding_rows_add_nothing(monkeypatch):

@@ -58,23 +58,30 @@ def test_replays_add_the_same_sums_as_ordinary_batches(monkeypatch, variant, par
 
 def test_a_gradient_that_is_still_held_is_not_overwritten(monkeypatch):
     replays = tape_graphs(monkeypatch)
-    _, optimizer, run = begun("flat")
-    held, copies = [], []
-    batches = batches_of(*[(8, 4)] * 6)
+    batches = batches_of(*[(8, 4)] * 8)
+    expected = trained("flat", batches, is_captured=False, parts=1)
+    model, optimizer, run = begun("flat")
+    losses, held, copies = losses_of(model), [], []
+
+    def hold(released):
+        held.append(released.gradient)
+        copies.append(released.gradient.mapped(torch.clone))
+
     for number, (x, y) in enumerate(batches):
-        run(x, y)
         if number == 2:
-            optimizer.observers.append(lambda released: held.append(released.gradient))
-            optimizer.observers.append(lambda released: copies.append(released.gradient.mapped(torch.clone)))
-        if number == 3:
+            optimizer.observers.append(hold)
+        if number == 5:
             optimizer.observers.clear()
+            for name in copies[0]:
+                assert torch.equal(held[0][name], copies[0][name])
+            held.clear()
+        with torch.no_grad():
+            found = losses(x, y)
+        torch.testing.assert_close(run(x, y), found)
         optimizer.step()
-    assert replays == [2]  # the second batch and the third; a run without a graph follows for each later one
-    for name in copies[0]:
-        assert torch.equal(held[0][name], copies[0][name])
-    held.clear()
-    run(*batches[0])
-    assert replays == [3]
+        now = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.testing.assert_close(now, expected[number], rtol=1e-5, atol=1e-6)
+    assert replays == [5]  # of the second and third batch, and of those after the gradient was let go
 
 
 def test_a_batch_that_is_dropped_frees_the_memory_of_its_graph(monkeypatch):

@@ -15,19 +15,18 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.clipping.mechanism import PrivateMechanism
+from dpoptim.data.batch_arguments import BatchArguments, padded_rows, read_arguments
 from dpoptim.data.secret_randomness import host_generators, save_rng_states
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
@@ -84,7 +83,7 @@ class Captured:
         self._follow_stream()
         self._engine.flush()  # adds the last replay before it is overwritten
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
-        batch = _read_batch(self._losses, args, kwargs, devices[0])
+        batch = read_arguments(self._losses, args, kwargs, devices[0])
         if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
@@ -92,11 +91,11 @@ class Captured:
             return self._run(batch)
         self._check_addresses()
         self._workspace.begin_run()
-        rows = _padded_rows(batch.examples, self._pad_to_multiple)
+        rows = padded_rows(batch.examples, self._pad_to_multiple)
         shape = self._shape_of((rows, batch.key, self._conditions()), batch, rows)
         return self._differentiate(shape, batch) if shape.runs_once else self._run(batch)
 
-    def _shape_of(self, key: Hashable, batch: _Batch, rows: int) -> _Shape:
+    def _shape_of(self, key: Hashable, batch: BatchArguments, rows: int) -> _Shape:
         """Return the shape of a batch, with a graph from its second batch on."""
         shape = self._shapes.get(key)
         if shape is None:
@@ -122,7 +121,7 @@ class Captured:
             "rows, and neither model nor losses may wait for the device (.item(), print)"
         )
 
-    def _run(self, batch: _Batch) -> Tensor:
+    def _run(self, batch: BatchArguments) -> Tensor:
         """Run without a graph and without padding."""
         losses = batch.losses()
         (losses.mean() if self._sums.mean_loss else losses.sum()).backward()
@@ -159,7 +158,7 @@ class Captured:
             self._has_warned = True
             warnings.warn(line, RuntimeWarning, stacklevel=3)
 
-    def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
+    def _differentiate(self, shape: _Shape, batch: BatchArguments) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
         bounds, draws = self._sums.bounds(), save_rng_states(host=shape.graph is None or batch.device.type == "cpu")
         scale, memory = self._sums.scale, self._workspace.memory  # a new scale at the same address would look unchanged
@@ -179,7 +178,7 @@ class Captured:
         return losses
 
     def _add(
-        self, shape: _Shape, batch: _Batch, draws: Callable[[], None], bounds: Hashable, held_scale: object
+        self, shape: _Shape, batch: BatchArguments, draws: Callable[[], None], bounds: Hashable, held_scale: object
     ) -> None:
         """Add the sums of a shape's run. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
@@ -192,7 +191,9 @@ class Captured:
                 self._run(batch)
             self._engine.flush()
 
-    def _clip_rows_again(self, shape: _Shape, batch: _Batch, draws: Callable[[], None], rows: list[int]) -> None:
+    def _clip_rows_again(
+        self, shape: _Shape, batch: BatchArguments, draws: Callable[[], None], rows: list[int]
+    ) -> None:
         """Clip some rows one by one. The whole batch runs again as before, because `losses` may reorder its rows."""
         self._check_context()
         shape.fill(batch)
@@ -263,7 +264,7 @@ class _RunsModelDifferently(ValueError):
 class _Shape:
     """Batches of one shape: their inputs, what a run computes from them, and the graph of the run."""
 
-    def __init__(self, sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> None:
+    def __init__(self, sums: ClippedSums, batch: BatchArguments, workspace: _GraphWorkspace) -> None:
         self._sums, self._workspace = sums, workspace
         self.batch = batch  # its inputs
         self.real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)  # rows that count
@@ -276,7 +277,7 @@ class _Shape:
         self._results: Results | None = None  # of the graph, if it has its own sums
         self._tables: Any = None  # read by the graph's kernels
 
-    def fill(self, batch: _Batch) -> None:
+    def fill(self, batch: BatchArguments) -> None:
         """Overwrite the inputs with a batch and its padding."""
         self.batch.fill(batch)
         self.real[: batch.examples], self.real[batch.examples :] = True, False
@@ -285,6 +286,7 @@ class _Shape:
         """Make a graph of `run`."""
         with choose.held_tables() as self._tables:
             self.graph = graph_of(self.run, self._workspace.memory)
+        self._outputs = self.losses, self.found
         if self._sums.saves_memory:
             self._results = Results(self._workspace.take_sums().vectors, self.graph)
 
@@ -292,6 +294,7 @@ class _Shape:
         """Do what `run` does, by the graph."""
         assert self.graph is not None
         self.graph()
+        self.losses, self.found = self._outputs
         self._workspace.borrow_sums(self._results)
 
     def run(self) -> None:
@@ -346,17 +349,6 @@ def _repeating(restore: Callable[[], None]) -> Iterator[None]:
         put_back()
 
 
-def _padded_rows(examples: int, multiple: int | None) -> int:
-    """Return the number of rows of a graph for this many examples: by default, at most an eighth more.
-
-    A single example gets no padding: copies of it would not show whether the model mixes examples.
-    """
-    if examples == 1:
-        return 1
-    multiple = multiple or 1 << max(examples.bit_length() - 4, 0)
-    return -(-examples // multiple) * multiple
-
-
 def _can_capture(devices: Sequence[torch.device]) -> bool:
     # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
     return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
@@ -374,75 +366,3 @@ def _no_masks_from_values() -> Iterator[None]:
             if hasattr(module, "is_tracing"):
                 stack.enter_context(replaced(module, is_tracing=lambda tensor=None: tensor is not None))
         yield
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The arguments of one call, by position, and the function that takes them."""
-
-    function: Callable[..., Tensor]
-    tensors: dict[int, Tensor]
-    others: dict[int, Any]
-    structure: Any
-
-    @property
-    def examples(self) -> int:
-        return next(iter(self.tensors.values())).shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.tensors.values())).device
-
-    @property
-    def key(self) -> Hashable:
-        """What batches of one graph have in common."""
-        shapes = tuple((i, tensor.shape[1:], tensor.dtype) for i, tensor in self.tensors.items())
-        return shapes, tuple(self.others.items()), self.structure
-
-    def losses(self) -> Tensor:
-        given = self.tensors | self.others
-        args, kwargs = pytree.tree_unflatten([given[i] for i in range(len(given))], self.structure)
-        losses = self.function(*args, **kwargs)
-        if not isinstance(losses, Tensor) or losses.shape != (self.examples,):
-            found = f"a tensor of {losses.ndim} axes" if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(  # without sizes, because the size of a Poisson sample is secret
-                f"losses must return a vector with one loss per example, got {found}. Use reduction='none' and average "
-                "over the tokens of each example"
-            )
-        return losses
-
-    def padded(self, rows: int) -> _Batch:
-        """Return a copy that is padded to this many rows."""
-        own = {i: tensor.new_empty(rows, *tensor.shape[1:]) for i, tensor in self.tensors.items()}
-        filled = replace(self, tensors=own)
-        filled.fill(self)
-        return filled
-
-    def fill(self, batch: _Batch) -> None:
-        """Overwrite the rows with those of a smaller batch, padded with its first row."""
-        for i, tensor in batch.tensors.items():
-            self.tensors[i][: len(tensor)].copy_(tensor, non_blocking=True)
-            self.tensors[i][len(tensor) :] = tensor[:1]
-
-
-def _read_batch(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> _Batch:
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    tensors = {i: _copy_to(device, leaf.detach()) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    if not tensors:
-        raise ValueError("a captured function got no tensor. Pass the batch's tensors, or **batch")
-    first_axes = {tensor.shape[:1] for tensor in tensors.values()}
-    if len(first_axes) != 1 or first_axes == {torch.Size([])}:
-        raise ValueError(
-            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Read what all "
-            "examples share (class weights) inside the function, and update it in place"
-        )
-    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in tensors}, structure)
-
-
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor, even a pinned one: the loop may overwrite it at once, and rows may be recomputed later."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=True, copy=True)
