@@ -160,6 +160,7 @@ def tiny_bert() -> nn.Module:
 def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
     """Return all cases with their methods; those for the CPU take seconds."""
     eager = ("plain", "off", "flat", "scaled")
+    large = (*eager, "captured")
     fused = ("off", "flat", "scaled", "captured")
     adapters = ("plain", "off", "scaled")
     if device == "cpu":
@@ -195,9 +196,9 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
             ),
             TRAINERS,
         ),
-        (llama(device, "1.2B", 8, 512), eager),
-        (llama(device, "1.2B", 4, 2048), eager),
-        (llama(device, "1.2B", 32, 512, checkpointed=True), eager),
+        (llama(device, "1.2B", 8, 512), large),
+        (llama(device, "1.2B", 4, 2048), large),
+        (llama(device, "1.2B", 32, 512, checkpointed=True), large),
         (llama(device, "8B", 4, 1024, lora=True), adapters),
         (llama(device, "8B", 16, 1024, lora=True, checkpointed=True), adapters),
         (resnet(device, 128), fused),

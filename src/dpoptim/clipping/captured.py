@@ -90,7 +90,8 @@ class Captured:
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
             return self._run(batch)
         self._check_addresses()
-        self._workspace.begin_run()
+        self._workspace.drop_sums()
+        self._workspace.copy_scale()
         rows = padded_rows(batch.examples, self._pad_to_multiple)
         shape = self._shape_of((rows, batch.key, self._conditions()), batch, rows)
         return self._differentiate(shape, batch) if shape.runs_once else self._run(batch)
@@ -223,7 +224,6 @@ class _GraphWorkspace:
 
     def new_sums(self) -> FlatTensors:
         """Return where a run writes its sums. Large models allocate them as the run frees memory."""
-        self._sums = None
         self._sums = self._shared_sums or FlatTensors(self._clipped.parameters)
         return self._sums
 
@@ -238,12 +238,11 @@ class _GraphWorkspace:
         assert sums is not None
         return sums
 
-    def begin_run(self) -> None:
-        """Forget a batch that was never added, and set the scale that the run reads."""
+    def drop_sums(self) -> None:
+        """Forget the sums of a run that were not added."""
         self._sums = None
-        self._copy_scale()
 
-    def _copy_scale(self) -> None:
+    def copy_scale(self) -> None:
         """Copy the current scale, or the numbers from which graphs compute it, to the address that graphs read."""
         self.scale = scale = self._clipped.scale
         if isinstance(scale, ComputedScale):
@@ -303,6 +302,7 @@ class _Shape:
         def clip_and_sum(recorded: PhysicalBatch) -> None:
             self.found = self._sums.clip_and_sum_into(self._workspace.new_sums(), recorded, self._workspace.scale)
 
+        self._workspace.drop_sums()  # of the run before a capture
         is_first = not self.has_run and self.batch.device.type != "cpu"  # on a CPU, dropout itself draws on the host
         before = host_generators() if is_first else None
         self.losses = self.differentiate(clip_and_sum)
