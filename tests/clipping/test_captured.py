@@ -755,7 +755,7 @@ def test_moved_or_converted_tensors_make_a_new_graph(monkeypatch, change):
             parameter.data = parameter.data.double()
     warm(run, x, y, optimizer)
     assert replays == [2, 1]
-    (total,) = run._workspace._shared_sums.vectors
+    (total,) = run._workspace.new_sums().vectors
     assert total.dtype == (torch.float64 if change == "dtype" else torch.float32)
     expected = before + 1 if change == "buffer" else before.double()
     torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)

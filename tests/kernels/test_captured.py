@@ -159,7 +159,7 @@ def test_a_replay_repeats_the_bits_of_the_first_run(kind, has_mask, precision):
     for _ in range(4):
         torch.manual_seed(5)
         each = run(ids, mask)
-        found.append([each, *(vector.clone() for vector in run._workspace._shared_sums.vectors)])
+        found.append([each, *(vector.clone() for vector in run._workspace.new_sums().vectors)])
         optimizer.mechanism._sums.engine.discard()  # the scale stays the same
     assert run.graphs == 1
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
