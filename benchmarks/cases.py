@@ -31,6 +31,7 @@ class Case:
         loss: The same with dpoptim's fused cross-entropy.
         peer_model, peer_loss: The model that Opacus trains; None where Opacus is not compared.
         compiled_micro_batch: The examples per compiled call; None for all.
+        captured_micro_batch: The examples per captured call, in place of activation checkpoints; None for all.
         together: Whether all methods fit into memory at the same time.
         note: How the model of Opacus differs.
         needs: The packages that the model needs.
@@ -46,6 +47,7 @@ class Case:
     peer_model: Callable[[], nn.Module] | None = None
     peer_loss: Loss | None = None
     compiled_micro_batch: int | None = None
+    captured_micro_batch: int | None = None
     together: bool = True
     note: str = ""
     needs: tuple[str, ...] = ("transformers",)
@@ -294,6 +296,7 @@ def llama(
         plain_loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0], use_cache=False).loss,
         loss=lambda model, batch: fused(model, {"input_ids": batch[0], "labels": batch[0]}),
         needs=("transformers", "peft") if lora else ("transformers",),
+        captured_micro_batch=4 if checkpointed and not lora else None,
     )
 
 

@@ -89,10 +89,15 @@ def private_steps(
         return case.loss(model, given).sum().backward()
 
     captured, steps = (optimizer.captured(lambda *given: case.loss(model, given)) if way == "captured" else None), 0
+    parts, micro_batch = [batch], getattr(case, "captured_micro_batch", None)  # older versions do not have it
+    if captured is not None and micro_batch is not None:
+        model.gradient_checkpointing_disable()  # micro-batches take its place
+        parts = list(zip(*(t.split(micro_batch) for t in batch), strict=True))
 
     def private() -> None:
         nonlocal steps
-        (captured or ordinary)(*batch)
+        for part in parts:
+            (captured or ordinary)(*part)
         optimizer.step()
         steps += 1
         if captured is not None and steps == 3 and not captured.graphs:

@@ -468,6 +468,8 @@ def notes(record: dict[str, Any]) -> list[str]:
         ]
     if len(trainers) < len(done):
         lines.append(f"Loops: medians of {record['repeats']} steps.")
+    if any("checkpointed" in case["name"] and "captured" in case["ways"] for case in done):
+        lines.append("Captured steps of checkpointed models run micro-batches of 4 texts without checkpoints.")
     if any("plain" in case["ways"] for case in done):
         lines.append(
             '"plain" uses the loss that the model computes, "off" dpoptim\'s fused loss; both are without privacy.'
