@@ -210,8 +210,8 @@ def test_records_must_fit_the_task():
         ({"lora_rank": 2}, "need the model's folder, not a module"),
         ({"tokenizer": None}, "give the tokenizer of a model that is a module"),
         ({"tokenizer": PIECES}, "has no mask token"),
-        ({"max_length": 65}, "max_length=65 must be between 2 and 64"),
-        ({"max_length": 1}, "max_length=1 must be between 2 and 64"),
+        ({"max_length": 65}, "Expected max_length >= 2 and <= 64, got 65"),
+        ({"max_length": 1}, "Expected max_length >= 2 and <= 64, got 1"),
     ],
 )
 def test_settings_must_fit_the_model(options, line):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dpoptim import arguments
 from dpoptim.app import Recipe, read_recipe
 from dpoptim.app.recipes import recipe as recipe_module
 from dpoptim.app.recipes.defaults import learning_rate_at, plan_of, with_defaults
@@ -33,29 +34,30 @@ def made(**changes) -> Recipe:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"epsilon": 0.0}, "epsilon=0.0"),
-        ({"epsilon": -1}, "epsilon=-1"),
-        ({"epsilon": float("nan")}, "epsilon=nan"),
-        ({"epsilon": float("inf")}, "epsilon=inf"),
+        ({"epsilon": 0.0}, "Expected epsilon > 0, got 0.0"),
+        ({"epsilon": -1}, "Expected epsilon > 0, got -1"),
+        ({"epsilon": float("nan")}, "Expected epsilon > 0, got nan"),
+        ({"epsilon": float("inf")}, "Expected epsilon > 0, got inf"),
         ({"epsilon": None}, "epsilon is missing"),
         ({"noise_multiplier": 1.0}, "epsilon=2.0 and noise_multiplier=1.0 were both given"),
-        ({"delta": 1.0}, "delta=1.0"),
-        ({"delta": 0}, "delta=0"),
-        ({"task": "translation"}, "task='translation'"),
-        ({"variant": "adam"}, "variant='adam'"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"steps": True}, "steps=True"),
+        ({"delta": 1.0}, "Expected delta > 0 and < 1, got 1.0"),
+        ({"delta": 0}, "Expected delta > 0 and < 1, got 0"),
+        ({"task": "translation"}, "got 'translation'"),
+        ({"variant": "adam"}, "Expected variant to be one of 'scale_then_privatize'"),
+        ({"batch_size": 0}, "Expected batch_size to be a whole number >= 1, got 0"),
+        ({"batch_size": 2.5}, "Expected batch_size to be a whole number >= 1, got 2.5"),
+        ({"steps": True}, "Expected steps to be a whole number >= 1, got True"),
+        ({"steps": 2**63}, "Expected steps < 9.22337e+18"),
         ({"steps": 5, "epochs": 2}, "steps=5 and epochs=2"),
-        ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        ({"validation_fraction": 1.0}, "Expected validation_fraction >= 0 and < 1, got 1.0"),
         ({"validation_fraction": 0.1, "validation_data": "v.csv"}, "validation_data='v.csv'"),
         ({"betas": [0.9]}, "betas=[0.9]"),
-        ({"betas": [0.9, 1.0]}, "betas[1]=1.0"),
+        ({"betas": [0.9, 1.0]}, "Expected betas[1] >= 0 and < 1, got 1.0"),
         ({"debug": "yes"}, "debug='yes'"),
-        ({"dtype": "fp16"}, "dtype='fp16'"),
-        ({"schedule": "cyclic"}, "schedule='cyclic'"),
+        ({"dtype": "fp16"}, "Expected dtype to be one of 'fp32', 'bf16', got 'fp16'"),
+        ({"schedule": "cyclic"}, "got 'cyclic'"),
         ({"model": ""}, "model=''"),
-        ({"seed": -1}, "seed=-1"),
+        ({"seed": -1}, "Expected seed to be a whole number >= 0, got -1"),
         ({"adjacency": "add_remove"}, "num_examples is missing"),
         ({"adjacency": "add_remove", "num_examples": 9, "validation_fraction": 0.1}, "validation_fraction=0.1"),
     ],
@@ -266,9 +268,10 @@ def test_every_setting_has_a_flag_with_help():
     assert found["--variant"].metadata["choices"] == VARIANTS
 
 
-def test_recipe_imports_the_standard_library_only():
+def test_recipe_and_its_checks_import_the_standard_library_only():
     """`dpoptim train --help` reads the flags, and must not wait for torch."""
-    tree = ast.parse(Path(recipe_module.__file__).read_text())
-    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+    for module in (recipe_module, arguments):
+        nodes = list(ast.walk(ast.parse(Path(module.__file__).read_text())))
+        names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)} - {"dpoptim.arguments"}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -97,10 +97,10 @@ def test_plot_is_written(tmp_path, capsys):
         ([*SIZES, "--files-only"], "give its folder"),
         ([".", "--files-only", "--plot", "a.png"], "--files-only skips"),
         ([*SIZES, "--noise", "pink"], "noise='pink' must be auto or one of"),
-        ([*SIZES, "--canaries", "3"], "canaries=3 must be"),
-        ([*SIZES, "--canaries", "1e12"], "to 1,000,000"),
-        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "--epsilon 1e+06 must be above 0 and at most 100"),
-        ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
+        ([*SIZES, "--canaries", "3"], "Expected canaries >= 100 and <= 1e+06, got 3"),
+        ([*SIZES, "--canaries", "1e12"], "Expected canaries >= 100 and <= 1e+06"),
+        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "Expected --epsilon > 0 and <= 100, got 1000000.0"),
+        ([*SIZES, "--confidence", "2"], "Expected confidence >= 0.5 and < 1, got 2.0"),
     ],
 )
 def test_mistakes_print_one_line(tmp_path, monkeypatch, capsys, arguments, words):

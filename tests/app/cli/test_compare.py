@@ -105,16 +105,16 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--variants", "adam"], "is not a variant"),
+        (["--variants", "adam"], "Expected variants to be one of"),
         (["--variants", ","], "variants is empty"),
         (["--grid", "eps=0.1"], "eps cannot be tuned for dp_sgd"),
         (["--grid", "learning_rate"], "must be written as NAME=VALUE"),
         (["--grid", "clip_norm=1", "--grid", "clip_norm=2"], "twice"),
         (["--tuning-epsilon", "public"], "Give tuning_data with"),
-        (["--tuning-epsilon", "-1"], "finite number above 0"),
+        (["--tuning-epsilon", "-1"], "Expected tuning_epsilon > 0, got -1.0"),
         (["--epsilon", "2"], "use a different --run-dir"),
         (["--plot", "picture.txt"], "must end in .png"),
-        (["--seeds", "0"], "seeds=0"),
+        (["--seeds", "0"], "Expected seeds to be a whole number >= 1, got 0"),
     ],
 )
 def test_mistakes_print_one_line(place, capsys, more, message):

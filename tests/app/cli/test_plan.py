@@ -126,9 +126,9 @@ def test_plot_names_the_mechanisms(capsys, tmp_path):
     [
         (["--steps", "0"], "Expected steps to be a whole number >= 1, got 0"),
         (["--batch-size", "3000"], "Expected batch_size <= num_examples, got 3000 > 2000"),
-        (["--epsilon", "-1"], "--epsilon -1 must be a finite number above 0"),
-        (["--epsilon", "nan"], "--epsilon nan must be a finite number above 0"),
-        (["--delta", "-1e-5"], "--delta -1e-05 must lie strictly between 0 and 1"),
+        (["--epsilon", "-1"], "Expected --epsilon > 0, got -1.0"),
+        (["--epsilon", "nan"], "Expected --epsilon > 0, got nan"),
+        (["--delta", "-1e-5"], "Expected --delta > 0 and < 1, got -1e-05"),
         (["--epsilon", "1e6", "--sampling", "poisson"], "secret sampling <= 100"),
         (["--steps", "1e6", "--num-examples", "10000000"], "Expected steps <= the limit, got 1000000 > 100000"),
         (["--parameters", "0"], "Pass the number of trained parameters, or the model"),

@@ -95,9 +95,9 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--epsilon", "0"], "epsilon=0.0 must be a finite number above 0"),
-        (["--delta", "-1e-5"], "delta=-1e-05 must be a finite number above 0 and below 1"),
-        (["--epsilon", "nan"], "epsilon=nan"),
+        (["--epsilon", "0"], "Expected epsilon > 0, got 0.0"),
+        (["--delta", "-1e-5"], "Expected delta > 0 and < 1, got -1e-05"),
+        (["--epsilon", "nan"], "Expected epsilon > 0, got nan"),
         (["--noise-multiplier", "1"], "give one of them"),
         (["--data", "absent.csv"], "does not exist"),
         (["--label-column", "colour"], "colour"),

@@ -28,6 +28,7 @@ from dpoptim.app.audit.statistics import (
     guessing_bound,
     trade_off_of,
 )
+from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
 from dpoptim.privacy import Gradient, PrivacyPlan
 from dpoptim.privacy.accounting import GaussianRun
@@ -108,10 +109,8 @@ def audit_plan(
     if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
         limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
         raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 100 <= canaries <= MAX_CANARIES:
-        raise ValueError(f"canaries={canaries!r} must be a whole number from 100 to {MAX_CANARIES:,}")
-    if not 0.5 <= confidence < 1.0:
-        raise ValueError(f"confidence={confidence!r} must be at least 0.5 and below 1")
+    check_number("canaries", check_whole("canaries", canaries), low=100, high=MAX_CANARIES)
+    check_number("confidence", confidence, low=0.5, below=1)
     games, found = games_needed(plan, canaries), _Findings(plan)
     size = -(-canaries // games)
     for game in range(games):

@@ -30,6 +30,7 @@ from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilo
 from dpoptim.app.cli import options as shared
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.recipes.recipe import VARIANTS
+from dpoptim.arguments import check_number
 from dpoptim.integrations.named_settings import make_optimizer, make_plan, release_of
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.statement import format_epsilon
@@ -122,8 +123,7 @@ def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(options, name) is None]
     if missing:
         raise ValueError(f"give RUN, a folder of `dpoptim train`, or a plan: {', '.join(missing)} missing")
-    if not 0 < options.epsilon <= _MAX_EPSILON:
-        raise ValueError(f"--epsilon {options.epsilon:g} must be above 0 and at most {_MAX_EPSILON:g}")
+    check_number("--epsilon", options.epsilon, above=0, high=_MAX_EPSILON)
     return make_plan(
         num_examples=options.num_examples,
         batch_size=options.batch_size,

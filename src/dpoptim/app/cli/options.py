@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import math
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpoptim.app.files import check_target
 from dpoptim.app.recipes.recipe import ADJACENCIES, flags
+from dpoptim.arguments import check_number
 from dpoptim.integrations.optional import require
 
 if TYPE_CHECKING:
@@ -173,10 +173,8 @@ def uncalibrated_plan(options: argparse.Namespace, *, clip_norm: float = 1.0) ->
         sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
         adjacency=adjacency_of(options),
     )
-    if not 0 < options.epsilon < math.inf:
-        raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
-    if not 0 < options.delta < 1:
-        raise ValueError(f"--delta {options.delta:g} must lie strictly between 0 and 1")
+    check_number("--epsilon", options.epsilon, above=0)
+    check_number("--delta", options.delta, above=0, below=1)
     return plan
 
 

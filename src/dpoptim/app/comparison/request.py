@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from dpoptim.app.recipes.recipe import VARIANTS, Recipe, boolean, check_known, names, read_recipe, read_toml, whole_path
 from dpoptim.app.runs.setup import same_source
+from dpoptim.arguments import check_choice, check_number, check_whole
 
 METRICS = ("loss", "accuracy")
 PUBLIC, UNCOVERED = "public", "uncovered"
@@ -55,15 +55,14 @@ class Request:
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}={list(values)} has a duplicate; remove it")
         for name in self.variants:
-            _check_variant("variants", name)
-        if self.metric not in METRICS:
-            raise ValueError(f"metric={self.metric!r} must be one of {', '.join(METRICS)}")
-        if self.tuning_steps is not None and not _is_whole(self.tuning_steps, 1):
-            raise ValueError(f"tuning_steps={self.tuning_steps!r} must be a whole number, 1 or more")
+            check_choice("variants", name, VARIANTS)
+        check_choice("metric", self.metric, METRICS)
+        if self.tuning_steps is not None:
+            check_whole("tuning_steps", self.tuning_steps)
         boolean("references", self.references)
-        for name in self.grid:
-            if isinstance(self.grid[name], Mapping) and name != NON_PRIVATE:
-                _check_variant("grid", name)
+        for name, values in self.grid.items():
+            if isinstance(values, Mapping):
+                check_choice("grid", name, (*VARIANTS, NON_PRIVATE))
         self._check_tuning()
         for variant in self.rows:
             for setting in self.points(variant):
@@ -71,11 +70,8 @@ class Request:
 
     def _check_tuning(self) -> None:
         budget = self.tuning_epsilon
-        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if is_number and not 0 < float(budget or 0) < math.inf:
-            raise ValueError(f"tuning_epsilon={budget!r} must be a finite number above 0")
-        if not is_number and budget not in (None, PUBLIC, UNCOVERED):
-            raise ValueError(f'tuning_epsilon={budget!r} must be a number, "{PUBLIC}" or "{UNCOVERED}"')
+        if budget not in (None, PUBLIC, UNCOVERED):
+            check_number("tuning_epsilon", budget, above=0, hint=f'Or give "{PUBLIC}" or "{UNCOVERED}".')
         if (budget == PUBLIC) != (self.tuning_data is not None):
             raise ValueError(
                 f"tuning_epsilon={budget!r} and tuning_data={self.tuning_data!r} do not match. Give tuning_data with "
@@ -141,20 +137,10 @@ def _merged(table: Any, over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seeds(value: Any, first: int) -> tuple[int, ...]:
-    if _is_whole(value, 1):
-        return tuple(range(first, first + value))
-    if isinstance(value, list | tuple) and all(_is_whole(seed, 0) for seed in value):
-        return tuple(value)
-    raise ValueError(f"seeds={value!r} must be a number of seeds, 1 or more, or a list of whole numbers")
-
-
-def _is_whole(value: Any, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _check_variant(what: str, name: str) -> None:
-    if name not in VARIANTS:
-        raise ValueError(f"{what}={name!r} is not a variant; the variants are {', '.join(VARIANTS)}")
+    """The seeds of a list, or this many, counted from the recipe's."""
+    if isinstance(value, list | tuple):
+        return tuple(check_whole("seeds", seed, low=0) for seed in value)
+    return tuple(range(first, first + check_whole("seeds", value, hint="Or give a list of seeds.")))
 
 
 def tunable_settings(variant: str) -> tuple[str, ...]:

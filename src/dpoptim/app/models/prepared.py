@@ -29,6 +29,7 @@ from dpoptim.app.data.examples import (
 from dpoptim.app.data.masking import mask_key, masked
 from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
+from dpoptim.arguments import check_number
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
 from dpoptim.integrations.padding_check import check_padding
@@ -283,8 +284,7 @@ def _length(task: Task, model: nn.Module, tokenizer: Any, asked: int | None) -> 
     most = min(int(limit or 2**31) for limit in (*limits, 2**31))
     if asked is None:
         return min(1024 if task is Task.CAUSAL_LM else 512, most)
-    if not 2 <= asked <= most:
-        raise ValueError(f"max_length={asked} must be between 2 and {most}, the model's limit")
+    check_number("max_length", asked, low=2, high=most, hint="The model has this limit.")
     return asked
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from dpoptim.arguments import check_choice, check_number, check_whole
 
 VARIANTS = (
     "scale_then_privatize",
@@ -46,8 +47,7 @@ def _name(name: str, value: Any) -> str:
 
 def _one_of(*allowed: str) -> Kind:
     def check(name: str, value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        check_choice(name, value, allowed)
         return str(value)
 
     return _kind(check, str, "NAME", choices=allowed)
@@ -67,22 +67,17 @@ def boolean(name: str, value: Any) -> bool:
 
 def _whole(low: int) -> Kind:
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-            raise ValueError(f"{name}={value!r} must be a whole number, {low} or more")
-        return value
+        check_number(name, check_whole(name, value, low=low), below=2**63)
+        return int(value)
 
     return _kind(check, int, "N")
 
 
-def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> Kind:
-    """low ≤ value < high, or low < value < high."""
+def _number(**limits: float) -> Kind:
+    """A finite number within the limits of `check_number`."""
 
     def check(name: str, value: Any) -> float:
-        fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value < high
-        if not fits or (value == low and not low_allowed):
-            least = f"{low:g} or more" if low_allowed else f"above {low:g}"
-            most = "" if math.isinf(high) else f" and below {high:g}"
-            raise ValueError(f"{name}={value!r} must be a finite number {least}{most}")
+        check_number(name, value, **limits)
         return float(value)
 
     return _kind(check, float, "X")
@@ -91,7 +86,7 @@ def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> 
 def _betas(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{name}={value!r} must be two numbers such as [0.9, 0.999]")
-    check = _number(0, 1)["check"]
+    check = _number(low=0, below=1)["check"]
     return check(f"{name}[0]", value[0]), check(f"{name}[1]", value[1])
 
 
@@ -102,7 +97,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-_ABOVE_0 = _number(0, low_allowed=False)
+_ABOVE_0 = _number(above=0)
 _TEXT = _kind(_name, str, "NAME")
 _SWITCH = _kind(boolean, bool)
 
@@ -137,7 +132,7 @@ class Recipe:
         ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
     validation_data: str | None = _setting(None, _TEXT, DATA, "other records to score the model on")
-    validation_fraction: float | None = _setting(None, _number(0, 1), DATA,
+    validation_fraction: float | None = _setting(None, _number(low=0, below=1), DATA,
         "share of the records to hold out, by position (default: 0.05)")
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
@@ -149,9 +144,10 @@ class Recipe:
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
 
     epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 is usual, 20 is weak")
-    delta: float | None = _setting(None, _number(0, 1, low_allowed=False), PRIVACY,
+    delta: float | None = _setting(None, _number(above=0, below=1), PRIVACY,
         "below 1/records (default: a power of ten, at most 1/(10 records))")
-    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "noise over clip norm, instead of --epsilon")
+    noise_multiplier: float | None = _setting(None, _number(low=0), PRIVACY,
+        "noise over clip norm, instead of --epsilon")
     adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
     num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
     sampling: str = _setting("auto", _TEXT, PRIVACY,
@@ -162,16 +158,16 @@ class Recipe:
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "bound on one example's gradient (default: 0.1)")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
-    learning_rate: float | None = _setting(None, _number(0), OPTIMIZER,
+    learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
         "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd")
-    eps: float | None = _setting(None, _number(0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
+    eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER, "of scale_then_privatize")
     betas: tuple[float, float] = _setting((0.9, 0.999), _kind(_betas, float, ("B1", "B2"), nargs=2), OPTIMIZER,
         "default: 0.9 0.999")
-    weight_decay: float = _setting(0.0, _number(0), OPTIMIZER, "decoupled (default: 0)")
+    weight_decay: float = _setting(0.0, _number(low=0), OPTIMIZER, "decoupled (default: 0)")
     schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0")
-    warmup: float = _setting(0.05, _number(0, 1), OPTIMIZER, "share of the steps (default: 0.05)")
+    warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER, "share of the steps (default: 0.05)")
     batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
         "expected size (default: up to 2048, by the size of the data)")
     steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
