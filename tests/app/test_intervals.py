@@ -45,14 +45,12 @@ def test_pairing_removes_variation_shared_by_seeds():
     seeds = np.array([0.0, 5.0, -3.0, 8.0])
     one, other = seeds + np.array([1.0, 1.1, 0.9, 1.0]), seeds + np.array([0.5, 0.5, 0.6, 0.5])
     found = paired_difference(one.tolist(), other.tolist())
-    assert found is not None
     expected = stats.ttest_rel(one, other).confidence_interval(0.95)
     assert found.mean == pytest.approx((expected.low + expected.high) / 2, rel=1e-9)
     assert found.half_width == pytest.approx((expected.high - expected.low) / 2, rel=1e-9)
     assert found.excludes_zero
     assert not mean_interval(one.tolist()).excludes_zero
     reverse = paired_difference(other.tolist(), one.tolist())
-    assert reverse is not None
     assert reverse.excludes_zero
     assert reverse.mean == pytest.approx(-found.mean)
 
@@ -62,6 +60,7 @@ def test_single_and_infinite_values_have_no_interval():
     assert (single.mean, single.half_width, single.excludes_zero) == (3.0, None, False)
     diverged = mean_interval([3.0, math.inf])
     assert (diverged.mean, diverged.half_width) == (math.inf, None)
-    assert paired_difference([1.0, math.inf], [1.0, 1.0]) is None
+    for one, other in ((1.0, math.inf), (math.inf, 1.0), (math.inf, math.inf)):
+        assert paired_difference([1.0, one], [1.0, other]).mean == math.inf
     same = mean_interval([2.0, 2.0])
     assert (same.half_width, same.excludes_zero) == (0.0, True)

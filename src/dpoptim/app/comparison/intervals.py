@@ -37,8 +37,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean=mean, half_width=quantile * statistics.stdev(values) / math.sqrt(count))
 
 
-def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval | None:
-    """Compute the mean of valueᵢ − otherᵢ, paired by seed, with its interval, or None if either diverged."""
-    if not all(math.isfinite(value) for value in (*values, *others)):
-        return None
+def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """Compute the mean of valueᵢ − otherᵢ, paired by seed, with its interval; it is infinite if either diverged."""
     return mean_interval([one - other for one, other in zip(values, others, strict=True)])

@@ -37,16 +37,13 @@ def summarize(
     NOT PRIVATE have no guarantee and are left out. `epsilon.folder` also composes runs that were started in the same
     folder and are no longer in the table (`in_folder`).
     """
-    variants = [variant for variant in request.rows if variant != NON_PRIVATE]
-    one = runs[variants[0]][0]
-    best = min(variants, key=lambda variant: math.fsum(badness(run.scores, request.metric) for run in runs[variant]))
+    first, metric = runs[request.variants[0]], request.metric
+    one = first[0]
+    best = min(request.variants, key=lambda variant: math.fsum(badness(run.scores, metric) for run in runs[variant]))
     rows = {
-        variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
+        variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], metric)
         for variant in request.rows
     }
-    references = []
-    if request.references:
-        references = [_before(runs[variants[0]], runs[best], request.metric), rows[NON_PRIVATE]]
     return {
         "examples": one.plan.num_examples,
         "validation_examples": one.evaluations[0]["examples"],
@@ -58,13 +55,13 @@ def summarize(
         "delta": one.plan.delta,
         "seeds": list(request.seeds),
         "confidence": CONFIDENCE,
-        "metric": request.metric,
+        "metric": metric,
         "outside_guarantee": "scores, which rank the rows, are on held-out records outside the guarantee",
         "best": best,
-        "variants": [rows[variant] for variant in variants],
-        "references": references,
-        "tuning": _tuning(request, trials, variants),
-        "epsilon": _epsilons(request, trials, runs, variants, in_folder),
+        "variants": [rows[variant] for variant in request.variants],
+        "references": [_before(first, runs[best], metric), rows[NON_PRIVATE]] if request.references else [],
+        "tuning": _tuning(request, trials),
+        "epsilon": _epsilons(request, trials, runs, in_folder),
     }
 
 
@@ -128,7 +125,7 @@ def _scores(
             values = _values(runs, name, before=before)
             found[name] = {**asdict(mean_interval(values)), "values": values}
     difference = paired_difference(_values(runs, metric, before=before), _values(best, metric))
-    if difference is not None and (before or runs is not best):
+    if math.isfinite(difference.mean) and (before or runs is not best):
         found["difference_to_best"] = {**asdict(difference), "excludes_zero": difference.excludes_zero}
     return found
 
@@ -138,8 +135,8 @@ def _values(runs: Sequence[RunHistory], metric: str, *, before: bool = False) ->
     return [math.inf if value is None else value for value in values]
 
 
-def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[str, Any]:
-    count, budget = sum(len(trials[variant]) for variant in variants), request.tuning_epsilon
+def _tuning(request: Request, trials: Trials) -> dict[str, Any]:
+    count, budget = sum(len(trials[variant]) for variant in request.variants), request.tuning_epsilon
     epsilon = float(budget) if count and isinstance(budget, int | float) else None
     notes = {
         "not tuned": "settings come from the recipe; nothing was tuned",
@@ -159,10 +156,9 @@ def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[s
     }
 
 
-def _epsilons(
-    request: Request, trials: Trials, runs: Runs, variants: Sequence[str], in_folder: Sequence[PrivacyPlan]
-) -> dict[str, Any]:
+def _epsilons(request: Request, trials: Trials, runs: Runs, in_folder: Sequence[PrivacyPlan]) -> dict[str, Any]:
     """ε of one run, of a variant's tuning, of both, and of everything, composed rather than added."""
+    variants = request.variants
     delta = runs[variants[0]][0].plan.delta
     assert delta is not None
     public = request.tuning_epsilon == PUBLIC
