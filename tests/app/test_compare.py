@@ -13,7 +13,7 @@ from dpoptim.app import prepare_run, read_log, read_recipe
 from dpoptim.app.comparison import compare as compare_module
 from dpoptim.app.comparison.compare import Interrupted, compare, trial_recipe
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.app.runs.run_log import is_finished
+from dpoptim.app.runs.run_log import last_reason
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
 from dpoptim.privacy.composition import epsilon_of_runs
 from tests.app.comparisons import VARIANTS, request_for, write_rows
@@ -192,7 +192,7 @@ def test_same_call_resumes_after_ctrl_c(rows, tmp_path):
     assert stopped.value.signal == signal.SIGINT
     finished = {run: (run / "log.jsonl").read_bytes() for run in sorted((tmp_path / "out" / "runs").glob("*/*/seed-0"))}
     stopped_run = tmp_path / "out" / "runs" / VARIANTS[0] / "as-in-recipe" / "seed-1"
-    assert not is_finished(stopped_run)
+    assert last_reason(stopped_run) != "finished"
     secret = stopped_run.with_name("seed-1.secret") / "noise.key"
     key = secret.read_bytes()
 

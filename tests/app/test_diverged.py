@@ -16,7 +16,7 @@ from dpoptim.app.comparison.compare import compare
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
-from dpoptim.app.runs.run_log import Diverged, is_finished
+from dpoptim.app.runs.run_log import Diverged, last_reason
 from tests.app import comparisons
 from tests.app.runs import StopAfter, log_of, parameters_at, rows_recipe, write_bert, write_texts
 
@@ -46,7 +46,7 @@ def test_diverging_run_keeps_its_last_good_checkpoint(every, progress, step, sav
     for number in saved:
         assert all(bool(value.isfinite().all()) for value in parameters_at(tmp_path / "run", number).values())
     assert not (tmp_path / "run" / "model").exists()
-    assert not is_finished(tmp_path / "run")
+    assert last_reason(tmp_path / "run") != "finished"
     assert log_of(tmp_path / "run")[-1]["reason"] == "error: Diverged"
 
 

@@ -342,7 +342,7 @@ def test_resumed_run_is_one_curve(tmp_path):
     log = [*first, start_record(40, resumed_from=12), *second]
     run = RunHistory(write_run(tmp_path / "run", log))
     assert [row["step"] for row in run.steps] == list(range(1, 41))
-    assert run.resumes == 1
+    assert run.resumed_from == [12]
     losses = dict(all_numbers([run])["runs"][0]["curves"]["validation-loss"]["values"])
     assert losses[12] == pytest.approx(evaluation_record(12, 40)["loss"])
     assert losses[16] == pytest.approx(evaluation_record(16, 40, shift=0.5)["loss"])

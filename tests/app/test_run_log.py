@@ -51,13 +51,19 @@ def test_log_is_cut_after_a_step(log):
 
 def test_history_of_a_run(tmp_path):
     run = RunHistory(write_run(tmp_path / "run", records(steps=40, taken=30)))
-    assert (run.ending, run.last_step, run.plan.steps, run.resumes, run.seconds) == ("interrupted", 30, 40, 0, 7.5)
+    assert (run.ending, run.last_step, run.plan.steps, run.resumed_from, run.seconds) == (
+        "interrupted",
+        30,
+        40,
+        [],
+        7.5,
+    )
     assert run.plan == calibrated(40)
     assert 0 < run.epsilon_spent < run.epsilon
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write('{"kind": "start", "resumed_from": 20}\n{"kind": "st')
     run = RunHistory(tmp_path / "run")
-    assert (run.ending, run.resumes) == ("still running, or killed", 1)
+    assert (run.ending, len(run.resumed_from)) == ("still running, or killed", 1)
     assert "was cut off" in run.notes[0]
 
 

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _resume(options: argparse.Namespace, over: dict[str, Any], progress: ProgressReporter) -> int:
     from dpoptim.app import resume
-    from dpoptim.app.runs.run_log import is_finished
+    from dpoptim.app.runs.run_log import last_reason
 
     allowed = {"device", "micro_batch_size", "micro_batch_tokens"}
     settings = [flag for flag, field in flags().items() if field.name in over.keys() - allowed]
@@ -101,7 +101,7 @@ def _resume(options: argparse.Namespace, over: dict[str, Any], progress: Progres
         raise ValueError(f"--resume uses the run's own recipe and takes no {given}; leave it out")
     if Path(options.resume, "request.json").is_file():
         raise ValueError(f"{options.resume} is a comparison; resume it with the `dpoptim compare` command that made it")
-    was_finished = is_finished(Path(options.resume).expanduser())
+    was_finished = last_reason(Path(options.resume).expanduser()) == "finished"
     summary = resume(options.resume, **over, progress=progress)
     if was_finished:
         say(f"already finished: all {summary['steps']} steps were taken")

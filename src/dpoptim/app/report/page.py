@@ -73,7 +73,7 @@ def final_numbers(run: RunHistory) -> dict[str, Any]:
         "steps": run.last_step,
         "planned_steps": plan.steps,
         "ending": run.ending,
-        "resumes": run.resumes,
+        "resumes": len(run.resumed_from),
         "private": plan.is_private,
         "epsilon": run.epsilon,
         "delta": plan.delta,
@@ -250,7 +250,6 @@ def _differences(shown: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[s
 
 
 def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
-    resumed = [one["resumed_from"] for one in run.starts if one.get("resumed_from") is not None]
     nonfinite = "logged only with debug = true"
     if "not_private" in found:
         nonfinite = f"{found['not_private']['nonfinite']:,} ({Mark.DEBUG.value})"
@@ -258,7 +257,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Started": run.starts[0].get("time") if run.starts else None,
         "Ended": run.ending,
         "Duration": _time(found["seconds"]),
-        "Resumed": f"{run.resumes} time(s)" + "".join(f", from step {step}" for step in resumed),
+        "Resumed": f"{found['resumes']} time(s)" + "".join(f", from step {step}" for step in run.resumed_from),
         "Device": found["device"],
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),

@@ -30,7 +30,7 @@ from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
-from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, is_finished, read_log
+from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, last_reason, read_log
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.data.processes import check_alone
 from dpoptim.integrations.losses import Task
@@ -115,7 +115,7 @@ def resume(
     check_alone("dpoptim train")
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
-    if is_finished(place.path):
+    if last_reason(place.path) == "finished":
         return _summary(place, place.read_plan())
     recipe, plan, key = place.read()
     with progress:

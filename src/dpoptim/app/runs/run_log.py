@@ -97,12 +97,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line is not None]
 
 
-def _last_reason(entries: list[dict[str, Any]]) -> str | None:
-    """How the last session ended; None if it did not log its end."""
-    sessions = [entry for entry in entries if entry["kind"] in ("start", "end")]
-    return sessions[-1].get("reason") if sessions else None
-
-
 class RunHistory:
     """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
@@ -117,7 +111,7 @@ class RunHistory:
         self.starts, self.steps, self.evaluations, self.ends = (
             [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
         )
-        self.reason = _last_reason(entries)  # None: still running, or killed
+        self.reason = last_reason(folder)  # None: still running, or killed
         cut_off = log_lines(log)[-1] is None
         self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
         self.recipe_text: str = _parsed(folder / "recipe.toml", str)
@@ -146,9 +140,9 @@ class RunHistory:
         return {} if self.reason == DIVERGED else self.evaluations[-1]
 
     @property
-    def resumes(self) -> int:
-        """How often the run was resumed."""
-        return sum(start.get("resumed_from") is not None for start in self.starts)
+    def resumed_from(self) -> list[int]:
+        """The step of each checkpoint that the run was resumed from."""
+        return [start["resumed_from"] for start in self.starts if start.get("resumed_from") is not None]
 
     @property
     def seconds(self) -> float | None:
@@ -222,15 +216,11 @@ class Diverged(ValueError):
     """Training stopped because parameters are no longer finite."""
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the folder is a run that took all its steps."""
-    return last_reason(folder) == "finished"
-
-
 def last_reason(folder: Path) -> str | None:
     """How the last session of a run ended, in the words of its log; None if there is no log, or no end in it."""
-    log = folder / _LOG
-    return _last_reason(read_log(log)) if log.is_file() else None
+    entries = read_log(folder / _LOG) if (folder / _LOG).is_file() else []
+    sessions = [entry for entry in entries if entry["kind"] in ("start", "end")]
+    return sessions[-1].get("reason") if sessions else None
 
 
 def ending_by(error: BaseException) -> str:
