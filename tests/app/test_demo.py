@@ -74,6 +74,6 @@ def test_quick_demonstration(tmp_path, capsys):
 
 
 def test_bad_epsilon_is_refused_before_any_work(tmp_path):
-    with pytest.raises(ValueError, match="epsilon=0"):
+    with pytest.raises(ValueError, match="Expected epsilon > 0, got 0"):
         demonstration.main(json_wanted=False, quick=True, console=Console(), keep=str(tmp_path / "demo"), epsilon=0)
     assert not (tmp_path / "demo").exists()

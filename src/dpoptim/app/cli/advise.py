@@ -42,7 +42,6 @@ from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.statement import format_epsilon
 from dpoptim.theory import Advice, GradientSignal, advise, measure_signal
-from dpoptim.theory.stability_window import ScaleWindow
 
 _PUBLIC = "note: you declare the examples of --probe PUBLIC: their gradients enter the advice without noise"
 _MIN_PROBE_EXAMPLES = 16
@@ -192,12 +191,8 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
 def _print_advice(advice: Advice, options: argparse.Namespace, *, train: str, counted: str | None) -> None:
     """Print the advice once all of it is made. Strings are code to be copied, so they are never wrapped."""
     console = shared.output_console()
-    parts = list(_answer(advice, options, train, counted))
-    if options.verbose:
-        parts += _explanation(advice)
-    else:
-        parts.append("--verbose explains the advice and shows every mechanism.")
-    for part in parts:
+    more = _explanation(advice) if options.verbose else ["--verbose explains the advice and shows every mechanism."]
+    for part in [*_answer(advice, options, train, counted), *more]:
         if isinstance(part, str):
             print(part)
         else:
@@ -269,15 +264,10 @@ def _numbers(advice: Advice) -> dict[str, str]:
     return rows
 
 
-def _place(window: ScaleWindow, value: float) -> str:
-    side, _, condition = window.place(value).partition(" ")
-    return f"{side} the window {condition}".rstrip()
-
-
 def _to_try(advice: Advice, *, every_variant: bool) -> list[dict[str, str]]:
     """Values of the settings of the advised variant, or of every variant."""
     window = advice.window
-    marked = ", ".join(f"{value:.6g} ({_place(window, value)})" for value in window.to_try)
+    marked = ", ".join(f"{value:.6g} ({window.describe(value).partition(':')[0]})" for value in window.to_try)
     if window.too_narrow:
         marked += "; the window is too narrow to hold a value that is clear of divergence"
     eps, clip_norms = (", ".join(f"{value:.3g}" for value in v) for v in (advice.eps_to_try, advice.clip_norms_to_try))
@@ -337,8 +327,7 @@ def _check_probe(options: argparse.Namespace, *, number: int | None) -> None:
 def _measure(options: argparse.Namespace, plan: PrivacyPlan, *, progress: Callable[[int], None]) -> GradientSignal:
     """Measure MODEL's gradients on the public records, in small batches and with dropout, as in training."""
     records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
-    order = order[: options.probe_examples]
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))[: options.probe_examples]
     if len(order) < _MIN_PROBE_EXAMPLES:
         raise ValueError(
             f"--probe {options.probe} has {len(order)} records; give {_MIN_PROBE_EXAMPLES} or more, better hundreds"

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +38,13 @@ def run(options: argparse.Namespace) -> int:
     from dpoptim.app.runs.run_log import read_runs
 
     runs = read_runs(options.runs)
-    output = Path(options.output or "report.html") if options.output is not None or not options.json else None
-    if output is not None:
-        write_report(runs, output)
+    if options.output is not None or not options.json:
+        output = write_report(runs, options.output or "report.html")
+        size = f"{output.stat().st_size / 1000:,.0f} kB"
+        print(f"wrote {output} ({size})", file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(all_numbers(runs), indent=1, allow_nan=False))
     for each in runs:
         for note in each.notes:
             print(f"dpoptim: {each.name}: {note}", file=sys.stderr)
-    if output is not None:
-        where = sys.stderr if options.json else sys.stdout
-        print(f"wrote {output} ({output.stat().st_size / 1000:,.0f} kB)", file=where)
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
+from statistics import mean  # exact, so it stays within the range of the values
 from typing import Any
 
 from dpoptim.app.runs.run_log import RunHistory, Series, number, series, value_at
@@ -46,11 +47,6 @@ def format_number(value: float, digits: int = 6) -> str:
     if value == int(value) and abs(value) < 1e12:
         return f"{int(value):,}"
     return f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:,.4g}"
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean, kept within the range of the values."""
-    return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 @dataclass(frozen=True, kw_only=True)
