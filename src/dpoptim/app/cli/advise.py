@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -34,6 +35,7 @@ from dpoptim.app.cli import options as shared
 from dpoptim.app.cli.options import count, fields
 from dpoptim.app.cli.plan import LEGEND, headline, mechanism_row, mechanism_values, note_weak_delta, plan_line
 from dpoptim.app.models.loading import task_of_model
+from dpoptim.app.plot_style import new_figure
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import CLIP_NORM, name_of_noise, name_of_sampling
@@ -42,6 +44,8 @@ from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.statement import format_epsilon
 from dpoptim.theory import Advice, GradientSignal, advise, measure_signal
+from dpoptim.theory.adviser import MANY_NEGATIVE
+from dpoptim.theory.stability_window import rounded
 
 _PUBLIC = "note: you declare the examples of --probe PUBLIC: their gradients enter the advice without noise"
 _MIN_PROBE_EXAMPLES = 16
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_advice(advice, options, train=train, counted=counted)
     note_weak_delta(options)
-    shared.draw(options, "draw_advice", advice)
+    shared.draw(options, lambda: draw_advice(advice))
     return 0
 
 
@@ -357,3 +361,57 @@ def _measure(options: argparse.Namespace, plan: PrivacyPlan, *, progress: Callab
             batch_size=plan.batch_size,
             progress=progress,
         )
+
+
+def draw_advice(advice: Advice) -> Any:
+    """Draw how many second moments turn negative, and the window of eps_scale with the values to try."""
+    figure = new_figure(12, 5)
+    negative, window = figure.subplots(1, 2)
+    plan = advice.plan
+    kind = f"measured on {advice.signal.examples} public examples" if advice.signal.measured else "assumed"
+    figure.suptitle(
+        f"advice: {advice.variant} with {advice.choice.chosen.name}\n"
+        f"ε = {advice.epsilon:g}, δ = {advice.delta:g}; {plan.steps:,} steps of {plan.batch_size:,} from "
+        f"{plan.num_examples:,}; {advice.signal.parameters:,} parameters; gradients {kind}",
+        fontsize=11,
+    )
+    _negative(negative, advice)
+    _window(window, advice)
+    for axes in (negative, window):
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def _negative(axes: Any, advice: Advice) -> None:
+    steps = [forecast.step for forecast in advice.forecasts]
+    for label, name, colour in (("bias correction", "bias_correction", "C0"), ("IME", "independent_moments", "C1")):
+        values = [getattr(forecast, name) for forecast in advice.forecasts]
+        if None not in values:
+            axes.plot(steps, [100 * value for value in values], marker="o", label=label, color=colour)
+    axes.axhline(100 * MANY_NEGATIVE, color="0.4", linestyle="--", linewidth=1, label=f"{MANY_NEGATIVE:.0%}")
+    axes.set(xscale="log", xlabel="step", ylabel="coordinates with ν̂ below 0, %", ylim=(-2, 72))
+    axes.legend(fontsize=8)
+    axes.set_title("(a) above the dashed line, too few second moments see a gradient", fontsize=9)
+
+
+def _window(axes: Any, advice: Advice) -> None:
+    window = advice.window
+    points = [*window.to_try, window.default, window.high, *([window.low] if window.low else [])]
+    left, right = 0.5 * min(points), 2 * max(points)
+    low = max(left, window.low)
+    axes.axvspan(left, low, color="#f4c7c3", label="ν̂ diverges")
+    axes.axvspan(low, window.high, color="#cfe8cf", label="ν̂ is steady")
+    axes.axvspan(window.high, right, color="#e3e3e3", label="ν̂ collapses")
+    axes.axvline(window.likely_high, color="C2", linestyle=":", label="upper end if examples disagree")
+    axes.plot(window.to_try, [0.38] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
+    axes.plot([window.default], [0.2], "D", color="C3", label="default", markersize=8)
+    for index, value in enumerate(window.to_try):  # alternate above and below, so that close labels do not overlap
+        place = (0, 9 if index % 2 == 0 else -17)
+        axes.annotate(f"{value:.4g}", (value, 0.38), textcoords="offset points", xytext=place, ha="center", fontsize=8)
+    ticks = [rounded(float(value)) for value in np.geomspace(left, right, 7)[1:-1]]
+    axes.set(xscale="log", xlim=(left, right), ylim=(0, 1), yticks=[])
+    axes.set_xticks(ticks, [f"{value:.5g}" for value in ticks], fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"eps_scale of scale_then_privatize at clip norm {window.clip_norm:g}, gradient units")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    axes.set_title("(b) left of the window noise feeds on itself, right of it scaling fades", fontsize=9)

@@ -23,11 +23,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
+from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.cli import options as shared
+from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.recipes.recipe import VARIANTS
 from dpoptim.arguments import check_number
@@ -93,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(plan, variant, files, found)
     if found is not None:
-        shared.draw(options, "draw_audit", found)
+        shared.draw(options, functools.partial(draw_audit, found))
     return 0 if passed else 1
 
 
@@ -173,3 +176,38 @@ def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit
             print(f"\n{title}")
         for check in checks:
             print(f"  {_MARKS[check.passed]}  {check.name}: {check.found}")
+
+
+def draw_audit(found: PlanAudit) -> Any:
+    """Draw the scores of canaries that were in and out, and the attack's errors against what the claim allows."""
+    figure = new_figure(11, 4.6)
+    histogram, errors = figure.subplots(1, 2)
+    inside, outside = found.scores[found.included], found.scores[~found.included]
+    edges = np.histogram_bin_edges(found.scores, bins=60)
+    histogram.hist(outside, edges, color=ORANGE, alpha=0.6, label="out")
+    histogram.hist(inside, edges, color=BLUE, alpha=0.6, label="in")
+    histogram.set(xlabel="score: log likelihood ratio of in against out", ylabel="canaries")
+    histogram.set_title(f"{found.canaries:,} canaries, each in or out by a coin flip")
+    histogram.legend()
+
+    thresholds = np.sort(found.scores)
+    missed = np.searchsorted(np.sort(inside), thresholds, side="right") / len(inside)
+    wrong = 1.0 - np.searchsorted(np.sort(outside), thresholds, side="right") / len(outside)
+    seen = (missed > 0) & (wrong > 0)
+    errors.plot(wrong[seen], missed[seen], color=SKY, linewidth=4, label="the attack, measured")
+    least = 0.3 / len(inside)
+    grid = np.geomspace(least, 1.0, 400)
+    one_pair = TradeOff(epsilons=np.array([found.epsilon]), deltas=np.array([found.delta]))
+    for curve, colour, style, label in (
+        (found.allowed, RED, "-", "the least that the plan allows, at any δ"),
+        (one_pair, GREY, "--", f"what ε = {format_epsilon(found.epsilon)}, δ = {found.delta:g} alone allows"),
+    ):
+        allowed = curve.least_missed(grid)
+        kept = allowed > least
+        errors.plot(grid[kept], allowed[kept], color=colour, linestyle=style, label=label)
+    errors.set(xscale="log", yscale="log", xlim=(least, 1.5), ylim=(least, 1.5))
+    errors.set(xlabel="false positives: out, classified as in", ylabel="false negatives: in, classified as out")
+    errors.set_title("errors below the red line would contradict the claim")
+    errors.legend(loc="lower left")
+    errors.grid(alpha=0.3, which="both")
+    return figure

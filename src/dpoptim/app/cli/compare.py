@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dpoptim.app.cli import options as shared
 from dpoptim.app.comparison.compare import Interrupted, compare
 from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, read_request
 from dpoptim.app.format import duration, plain
+from dpoptim.app.plot_style import new_figure
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.privacy.statement import format_epsilon
 
@@ -85,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(plain(result), indent=2, ensure_ascii=False))
     else:
         _print_result(result)
-    shared.draw(options, "draw_comparison", result)
+    shared.draw(options, lambda: draw_comparison(result))
     shared.say(f"runs, each with its secret key beside it: {folder}; numbers: {Path(folder, 'comparison.json')}")
     return 0
 
@@ -208,3 +210,35 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return ":".join(map(_word, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def draw_comparison(result: dict[str, Any]) -> Any:
+    """Draw a dot per seed and an interval per variant; the best is on top, and references are grey."""
+    metric = result["metric"]
+
+    def badness(row: dict[str, Any]) -> float:
+        mean = float(row[metric]["mean"])  # ∞ if a run diverged
+        return -mean if metric == "accuracy" and math.isfinite(mean) else mean
+
+    rows = sorted(result["variants"], key=badness) + result["references"]
+    figure = new_figure(8, 1.4 + 0.5 * len(rows))
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        values = [value for value in row[metric]["values"] if math.isfinite(value)]
+        colour = "0.5" if row in result["references"] else f"C{place % 10}"
+        if len(values) == len(row[metric]["values"]):
+            width = row[metric]["half_width"] or 0.0
+            bar = {"fmt": "D", "color": colour, "capsize": 5, "linewidth": 2, "markersize": 6}
+            axes.errorbar(row[metric]["mean"], place, xerr=width, **bar)
+        axes.plot(values, [place + 0.22] * len(values), "o", color=colour, alpha=0.6, markersize=5)
+    axes.set_yticks(range(len(rows)), [str(row["label"]).replace("_", " ") for row in rows])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(f"held-out {metric} (outside the guarantee)")
+    spread = f", bars: {100 * result['confidence']:g} % intervals" if len(result["seeds"]) > 1 else ""
+    epsilon = format_epsilon(result["epsilon"]["one_run"])
+    title = f"ε = {epsilon}, δ = {result['delta']:g} for one run; dots: seeds{spread}"
+    if result["tuning"]["kind"] == UNCOVERED:
+        title += "\nTUNING ON THE PRIVATE RECORDS IS NOT COVERED"
+    axes.set_title(title, fontsize=10)
+    return figure

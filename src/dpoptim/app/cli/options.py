@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -209,11 +209,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def draw(options: argparse.Namespace, plot: str, *subject: Any) -> None:
-    """Draw --plot, if it was given, with that function of `dpoptim.app.cli.plots`."""
+def draw(options: argparse.Namespace, figure: Callable[[], Any]) -> None:
+    """Write the figure to --plot, if it was given."""
     if options.plot is not None:
-        figure = getattr(importlib.import_module("dpoptim.app.cli.plots"), plot)(*subject)
-        figure.savefig(options.plot, dpi=150)
+        figure().savefig(options.plot, dpi=150)
         say(f"wrote {options.plot}")
 
 

@@ -17,13 +17,16 @@ import argparse
 import json
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from dpoptim.app.cli import options as shared
+from dpoptim.app.plot_style import new_figure
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
+from dpoptim.privacy.statement import format_epsilon
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 _DENSE_STEPS = 2_000  # searched in a minute if each example participates once
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_choice(choice, options)
     note_weak_delta(options)
-    shared.draw(options, "draw_plan", choice, main_candidates(choice))
+    shared.draw(options, lambda: draw_plan(choice))
     return 0
 
 
@@ -210,3 +213,27 @@ def note_weak_delta(options: argparse.Namespace) -> None:
     if options.delta > 1 / options.num_examples:
         weak = f"it is above 1/num-examples, {1 / options.num_examples:.2g}"
         shared.say(f"note: delta = {options.delta:g} is weak: {weak}")
+
+
+def draw_plan(choice: Choice) -> Any:
+    """Draw the error at each step, and the mean error against memory; the chosen mechanism is thick."""
+    candidates = main_candidates(choice)
+    figure = new_figure(11, 5)
+    by_step, by_memory = figure.subplots(1, 2, width_ratios=[3, 2])
+    for index, candidate in enumerate(candidates):
+        colour, is_chosen = f"C{index % 10}", candidate is choice.chosen
+        steps = np.arange(1, len(candidate.errors) + 1)
+        by_step.plot(steps, candidate.errors, label=candidate.name, color=colour, linewidth=3.0 if is_chosen else 1.3)
+        place = (candidate.memory_bytes / 1e6, candidate.rmse_mean)
+        by_memory.plot(*place, marker="o", markersize=10 if is_chosen else 6, color=colour)
+    plan = choice.plan
+    by_step.set(xlabel="step", ylabel="RMSE, prefix sums of averaged gradients", yscale="log")
+    by_step.set_title(f"noise at ε = {format_epsilon(plan.epsilon())}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
+    figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
+    by_memory.set(xlabel="memory for the noise, MB", ylabel="mean RMSE", yscale="log")
+    by_memory.set_xscale("symlog", linthresh=1.0)
+    by_memory.set_xlim(-0.3, 3 + 3 * max(candidate.memory_bytes for candidate in candidates) / 1e6)
+    by_memory.set_title(f"{choice.chosen.parameters:,} parameters; the large dot is the choice", fontsize=10)
+    for axes in (by_step, by_memory):
+        axes.grid(alpha=0.3, which="both")
+    return figure
