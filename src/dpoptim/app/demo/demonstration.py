@@ -72,18 +72,16 @@ def main(*, json_wanted: bool, quick: bool, console: Console, keep: str | None =
     for name, texts in (("private", private), ("test", test)):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    summaries = {}
-    for number, name in enumerate(METHODS, start=1):
+    results: list[dict[str, Any]] = []
+    for number, (name, idea) in enumerate(METHODS.items(), start=1):
         progress.message(f"fine-tuning {number} of {len(METHODS)}: {name} ...")
-        recipe = recipe_of(name, folder, size, settings)
-        summary = summaries[name] = train(recipe, folder / name, progress=progress)
+        summary = train(recipe_of(name, folder, size, settings), folder / name, progress=progress)
         if summary["reason"] != "finished":
             return 128 + summary.get("signal", 2)
-    first = summaries[NOT_PRIVATE]["validation"]["first"]
-    results = [{"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": first["loss"]}]
-    for name, summary in summaries.items():
+        before, after = (summary["validation"][place]["loss"] for place in ("first", "last"))
         spent = {"private": name != NOT_PRIVATE, "epsilon": summary["epsilon"]}
-        results.append({"name": name, "idea": METHODS[name], **spent, "loss": summary["validation"]["last"]["loss"]})
+        results.append({"name": name, "idea": idea, **spent, "loss": after})
+    results.insert(0, {"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": before})
     runs = read_runs([folder / name for name in METHODS])
     report = write_report(runs, folder / "report.html")
     answer = {
