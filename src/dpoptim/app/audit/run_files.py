@@ -29,13 +29,12 @@ _Log = list[dict[str, Any] | None]  # None for a line that is not JSON
 def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     """Check a run's files, without reading any record; return its plan, its recipe and the checks."""
     run = RunDirectory(folder)
-    if not run.plan_file.is_file() or not run.recipe_file.is_file():
-        raise ValueError(f"RUN {folder} is not a run directory: it has no plan.json or no recipe.toml; check the path")
+    run.check_is_run()
     recipe = read_recipe(run.recipe_file)
     try:
         plan, written = run.read_plan(), json.loads(run.plan_file.read_text(encoding="utf-8"))["epsilon"]
         claimed = math.inf if written is None else float(written)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (FileNotFoundError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore it") from None
     key_answer, key = _key(run)
     log = log_lines(run.log_file) if run.log_file.is_file() else None

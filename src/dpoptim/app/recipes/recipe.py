@@ -73,7 +73,7 @@ def _whole(low: int) -> Kind:
     return _kind(check, int, "N")
 
 
-def _number(**limits: float) -> Kind:
+def _number(**limits: Any) -> Kind:
     """A finite number within the limits of `check_number`."""
 
     def check(name: str, value: Any) -> float:

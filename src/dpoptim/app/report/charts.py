@@ -61,7 +61,7 @@ class Curve:
     caption: str
     absent: str = "not logged"  # why no run logged it
     gap: str = "logged value(s) are not finite and are not drawn"  # why single values are missing
-    zero: bool = False  # of the y axis, as for `axis`
+    zero: bool = True  # of the y axis, as for `axis`
     log: bool = False
     fan: bool = False  # the number is a list of quantiles
     is_epsilon: bool = False  # shown values are rounded up, and the caption repeats what the run logged about ε
@@ -93,6 +93,7 @@ CURVES = (
         path="loss",
         mark=Mark.OUTSIDE,
         caption="Lower is better. If the curve rises again, training was too long.",
+        zero=False,
     ),
     Curve(
         name="validation-accuracy",
@@ -101,6 +102,7 @@ CURVES = (
         path="accuracy",
         mark=Mark.OUTSIDE,
         caption="Higher is better.",
+        zero=False,
     ),
     Curve(
         name="training-loss",
@@ -110,6 +112,7 @@ CURVES = (
         mark=Mark.DEBUG,
         caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
         absent=_DEBUG_ONLY,
+        zero=False,
     ),
     Curve(
         name="clipped-fraction",
@@ -119,7 +122,6 @@ CURVES = (
         mark=Mark.DEBUG,
         caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
         absent=_DEBUG_ONLY,
-        zero=True,
     ),
     Curve(
         name="signal-over-clip",
@@ -129,7 +131,6 @@ CURVES = (
         mark=Mark.RELEASED,
         caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
         "1, when all examples agree.",
-        zero=True,
     ),
     Curve(
         name="noise-to-signal",
@@ -141,6 +142,7 @@ CURVES = (
         absent="not logged, or the noise hid every gradient",
         gap="logged step(s) are not drawn, because the noise hides their gradient",
         log=True,
+        zero=False,
     ),
     Curve(
         name="negative-fraction",
@@ -150,7 +152,6 @@ CURVES = (
         mark=Mark.RELEASED,
         caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
         absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them",
-        zero=True,
     ),
     Curve(
         name="scales",
@@ -161,7 +162,6 @@ CURVES = (
         caption="Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, "
         "scaling does nothing.",
         absent="this variant does not scale before clipping, or they were not logged",
-        zero=True,
         log=True,
         fan=True,
     ),
@@ -173,7 +173,6 @@ CURVES = (
         mark=Mark.TIMING,
         caption="It should be flat. The first steps may be slower.",
         gap="",  # null until there are enough steps for a mean
-        zero=True,
         log=True,
     ),
     Curve(
@@ -184,7 +183,6 @@ CURVES = (
         mark=Mark.KNOWN,
         caption="What stopping at a step would have cost. Numbers are rounded up.",
         absent="not logged, or infinite because the run is not private",
-        zero=True,
         is_epsilon=True,
     ),
 )
