@@ -271,7 +271,7 @@ def test_every_setting_has_a_flag_with_help():
 def test_recipe_and_its_checks_import_the_standard_library_only():
     """`dpoptim train --help` reads the flags, and must not wait for torch."""
     for module in (recipe_module, arguments):
-        nodes = list(ast.walk(ast.parse(Path(module.__file__).read_text())))
+        nodes = list(ast.walk(ast.parse(Path(str(module.__file__)).read_text())))
         names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)} - {"dpoptim.arguments"}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
