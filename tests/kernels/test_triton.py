@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -140,9 +138,6 @@ class TestKernels:
         exact = norms.row_squares(ids, values.double(), wide, rows)
         for found, expected in zip(norms.row_squares(ids, values, scale, rows), exact, strict=True):
             close(found, expected, 1e-6)
-        table = made(rows, cols, seed=9, dtype=dtype, device=DEVICE)
-        assert torch.equal(norms.look_up(ids, table), table[ids])
-        assert torch.equal(norms.look_up(ids[:1].int().expand(5, -1), table), table[ids[:1]].expand(5, -1, -1))
         weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
         total = norms.row_weighted_sum(ids, values, weights, rows)
         close(total, norms.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
@@ -206,7 +201,6 @@ class TestKernels:
                 (norms.outer_weighted_sum(left, right, weights), (rows, cols)),
                 (norms.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
                 (norms.position_sums(values, values[..., 0]), (examples, cols)),
-                (norms.look_up(ids, left.new_zeros(rows, cols)), (examples, positions, cols)),
             ):
                 assert found.shape == size
                 assert not found.any()
@@ -301,22 +295,6 @@ def test_softmax_gradient_of_extreme_logits(classes):
     found, expected = (norms.softmax_gradient_(x, labels, classes) for x in (logits, exact))
     for ours, theirs in (*zip(found, expected, strict=True), (logits, exact)):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-if not IS_INTERPRETED:  # the interpreter ignores assertions
-
-    @needs_triton
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("wrong", [-1, 5])
-    def test_look_up_of_an_unknown_id_fails(wrong):
-        """In a separate process, because a failed assertion makes the device unusable, as it does in torch."""
-        code = (
-            "import torch; from dpoptim.kernels.norms import look_up; torch.zeros(1, device='cuda');"
-            f"look_up(torch.tensor([[1, {wrong}]], device='cuda'), torch.zeros(5, 8, device='cuda')).sum().item()"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-        assert done.returncode != 0
-        assert "an id is not in the table" in done.stdout + done.stderr
 
 
 @needs_triton

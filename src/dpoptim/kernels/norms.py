@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpoptim import kernels
@@ -174,13 +173,6 @@ def with_padding(values: Tensor) -> Tensor:
     if even and stride % 8 == 0 and held >= rows * stride:
         return values.as_strided((*values.shape[:2], stride), values.stride())
     return values
-
-
-def look_up(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table, [*ids.shape, width]; an unknown id raises an error, on a GPU a failed assertion."""
-    if on_gpu(ids, table) and table.is_contiguous():
-        return kernels.rows_triton.look_up(ids, table)
-    return F.embedding(ids, table)
 
 
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:

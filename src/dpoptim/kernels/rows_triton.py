@@ -11,31 +11,6 @@ from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
 
 _CHUNK = 64  # sorted look-ups that a program sums in turn
 _TOGETHER = 64  # chunks' sums that a program adds at once
-_COPIED = 1 << 14  # bytes that a program looks up
-
-
-@triton.jit(do_not_specialize=["lookups", "rows"], debug=True)
-def _look_up(ids, table, out, lookups, rows, width, LOOKUPS: tl.constexpr, BW: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
-    col = tl.program_id(1) * BW + tl.arange(0, BW)
-    there = at < lookups
-    row = tl.load(ids + at, mask=there, other=0).to(tl.int64)
-    tl.device_assert((row >= 0) & (row < rows), "an id is not in the table")
-    inside = there[:, None] & (col < width)[None, :]
-    values = tl.load(table + row[:, None] * width + col[None, :], mask=inside, other=0.0)
-    tl.store(out + at[:, None] * width + col[None, :], values, mask=inside)
-
-
-def look_up(ids: Tensor, table: Tensor) -> Tensor:
-    (rows, width), lookups = table.shape, ids.numel()
-    out = torch.empty(*ids.shape, width, dtype=table.dtype, device=table.device)
-    if out.numel():
-        block = min(1024, next_power_of_2(width))
-        together = _COPIED // (block * table.element_size())
-        _look_up[(cdiv(lookups, together), cdiv(width, block))](
-            ids.contiguous(), table, out, lookups, rows, width, LOOKUPS=together, BW=block, sanitize_overflow=False
-        )
-    return out
 
 
 @triton.jit(do_not_specialize=["positions"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import RowUpdates
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input
-from dpoptim.kernels.norms import look_up
 
 
 class _Embedding(torch.autograd.Function):
@@ -17,7 +17,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, record: Recorder) -> Tensor:
         ctx.record, ctx.weight, ctx.padding_idx = record, weight, padding_idx
         ctx.save_for_backward(ids)
-        return look_up(ids, weight)
+        return F.embedding(ids, weight)
 
     @staticmethod
     @differentiated_once
