@@ -133,5 +133,5 @@ def test_private_trainer_captures_graphs(task, tmp_path, monkeypatch):
         trainer.train()
         assert (trainer._captured.graphs > 0) == captures
         ends.append(weights_of(trainer))
-    assert losses.found[5] < 0.9 * losses.found[0]
+    assert sum(losses.found[3:6]) / 3 < 0.9 * losses.found[0]  # of the last 15 steps, and of the first 5
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

@@ -32,7 +32,10 @@ def on_current_device(*tensors: Tensor | None) -> bool:
     if not torch.cuda.is_initialized() or not _has_triton():
         return False
     here = torch._C._cuda_getDevice()  # torch.cuda.current_device() takes longer, and this runs for every layer
-    return all(tensor is None or tensor.get_device() == here for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110 - all() takes longer too
+        if tensor is not None and tensor.get_device() != here:
+            return False
+    return True
 
 
 @functools.cache
@@ -43,8 +46,10 @@ def _has_tensor_descriptors() -> bool:
 
 def on_gpu(*tensors: Tensor | None) -> bool:
     """Return whether kernels run for these tensors; float64 stays with the plain functions."""
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return not is_double and on_current_device(*tensors)
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return False
+    return on_current_device(*tensors)
 
 
 def outer_on_gpu(*tensors: Tensor | None) -> bool:

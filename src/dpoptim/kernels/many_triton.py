@@ -23,6 +23,10 @@ def _whole(grads: Tensor) -> Tensor:
     return grads.contiguous()
 
 
+def _as_float32(scale: Tensor) -> Tensor:
+    return scale if scale.dtype == torch.float32 and scale.is_contiguous() else scale.float().contiguous()
+
+
 class _Launch(NamedTuple):
     """The tensors of one launch have one dtype and one alignment, so that `step` elements can be loaded at once."""
 
@@ -113,7 +117,7 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, add, DTYPE: tl.
 def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
     grads = [_whole(grad) for grad in grads]
     examples, device = grads[0].shape[0], grads[0].device
-    given = grads if scales is None else [scale.float().contiguous() for scale in scales]
+    given = grads if scales is None else [_as_float32(scale) for scale in scales]
     addresses, launches = _launches(grads, given, _SPAN)
     columns, column = sum(len(launch.parts) for launch in launches), 0
     out = torch.empty(examples, columns, dtype=torch.float32, device=device)

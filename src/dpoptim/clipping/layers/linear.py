@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         leaving = by_position(grad)
         if trainable(ctx.weight):
-            entering = by_position(inputs).to(grad.dtype)
+            entering = by_position(inputs if inputs.dtype == grad.dtype else inputs.to(grad.dtype))  # .to() takes time
             factors = OuterProduct(entering, leaving) if ctx.inputs_first else OuterProduct(leaving, entering)
             ctx.record(ctx.weight, factors)
         if trainable(ctx.bias):
@@ -51,8 +51,9 @@ class _Linear(torch.autograd.Function):
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight
-            flat = grad.reshape(-1, grad.shape[-1]) @ matrix.to(grad.dtype)
-            to_inputs = flat.view(*grad.shape[:-1], flat.shape[-1]).to(ctx.dtype)
+            flat = grad.reshape(-1, grad.shape[-1]) @ (matrix if matrix.dtype == grad.dtype else matrix.to(grad.dtype))
+            to_inputs = flat.view(*grad.shape[:-1], flat.shape[-1])
+            to_inputs = to_inputs if to_inputs.dtype == ctx.dtype else to_inputs.to(ctx.dtype)
         return to_inputs, None, None, None, None
 
 
