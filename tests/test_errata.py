@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch import Tensor
 
 from dpoptim.noise import BandedToeplitz
 from dpoptim.optim import reference
-from dpoptim.optim.reference import SGD, AdaGrad, Adam
+from dpoptim.optim.reference import SGD, AdaGrad, Adam, Run
 
 BATCH, STEPS, BETA2 = 2048, 2000, 0.999  # the paper's setting
-QUIET: dict[str, Any] = {"clip_norm": 1.0, "noise_stddev": 0.0, "square_noise_stddev": 0.0}
 UNIT: dict[str, Any] = {"clip_norm": 1.0, "noise_stddev": 1.0, "batch_size": 1}
 
 
@@ -93,15 +93,10 @@ def test_independent_moments_square_sensitivity(batch_size: int) -> None:
 
 def released_square(examples: int, batch_size: int, project: bool) -> float:
     """ν after one step of AdaGrad on equal unit gradients, read off the step g̃/√ν."""
-    path = reference.independent_moments(
-        torch.zeros(1, dtype=torch.float64),
-        lambda theta, t: torch.ones(examples, 1, dtype=torch.float64),
-        *(torch.zeros(1, 1, dtype=torch.float64),) * 2,
-        rule=AdaGrad(lr=1.0, eps=0.0),
-        batch_size=batch_size,
-        project=project,
-        **QUIET,
-    )
+    ones, quiet = torch.ones(examples, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    run = Run(quiet[0], lambda theta, t: ones, quiet, clip_norm=1.0, noise_stddev=0.0, batch_size=batch_size)
+    rule = AdaGrad(lr=1.0, eps=0.0)
+    path = reference.independent_moments(run, quiet, rule=rule, square_noise_stddev=0.0, project=project)
     return (examples / batch_size / float(path)) ** 2
 
 
@@ -257,20 +252,16 @@ def test_window_of_scale_then_privatize(clip_norm: float) -> None:
 
 def test_collapsed_scale_then_privatize_is_post_processing_with_clip_norm_times_eps() -> None:
     """Where ε_s1 dominates √ν̂, s = 1/ε_s1: the same path as post-processing with clip norm ζ·ε_s1."""
-    noise, eps_scale = normals(40, 5, seed=5), 1e6
-    common: dict[str, Any] = {"rule": Adam(lr=0.1), "batch_size": 4}
+    rule, eps_scale = Adam(lr=0.1), 1e6
 
     def gradients(theta: Tensor, t: int) -> Tensor:
         return theta - normals(4, 5, seed=100 + t)
 
-    zero = torch.zeros(5, dtype=torch.float64)
-    tiny: dict[str, Any] = {
-        "clip_norm": 1.0 / eps_scale,
-        "noise_stddev": 0.5 / eps_scale,
-        "eps_scale": eps_scale,
-    }
-    scaled = reference.scale_then_privatize(zero, gradients, noise, **tiny, **common)
-    plain = reference.post_processing(zero, gradients, noise, clip_norm=1.0, noise_stddev=0.5, **common)
+    zero, noise = torch.zeros(5, dtype=torch.float64), normals(40, 5, seed=5)
+    run = Run(zero, gradients, noise, clip_norm=1.0, noise_stddev=0.5, batch_size=4)
+    tiny = replace(run, clip_norm=1.0 / eps_scale, noise_stddev=0.5 / eps_scale)
+    scaled = reference.scale_then_privatize(tiny, rule=rule, eps_scale=eps_scale)
+    plain = reference.post_processing(run, rule=rule)
     torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-4)
 
 
@@ -286,15 +277,15 @@ def test_noise_puts_a_ceiling_on_learning_rates() -> None:
     """Post-processing: |step|/|g̃| → 1/√(g² + φ), which is 1/√φ at g = 0 and lower elsewhere; within 2 %."""
     ratios = torch.tensor([0.0, 0.5, 1.0, 4.0, 16.0], dtype=torch.float64).repeat_interleave(100)
     noise, stddev = normals(1500, 500, seed=7), 0.2
-    path = reference.post_processing(
+    run = Run(
         torch.zeros(500, dtype=torch.float64),
         lambda theta, t: stddev * ratios[None],
         noise,
-        rule=Adam(lr=1.0, beta1=0.0, beta2=0.99, eps=0.0),
         clip_norm=math.inf,
         noise_stddev=stddev,
         batch_size=1,
     )
+    path = reference.post_processing(run, rule=Adam(lr=1.0, beta1=0.0, beta2=0.99, eps=0.0))
     steps, noisy_grads = path[1:] - path[:-1], stddev * (ratios + noise[1:])
     rates = (-steps / noisy_grads)[-500:].mean(0).reshape(5, 100).mean(1)
     expected = 1 / (stddev * (ratios.reshape(5, 100)[:, 0] ** 2 + 1).sqrt())
@@ -319,7 +310,8 @@ def test_momentum_unrolled() -> None:
     noise, momentum, lr = normals(12, 3, seed=9), 0.7, 0.2
     start = torch.ones(3, dtype=torch.float64)
     no_examples = torch.zeros(0, 3, dtype=torch.float64)
-    path = reference.dp_sgd(start, lambda theta, t: no_examples, noise, rule=SGD(lr=lr, momentum=momentum), **UNIT)
+    run = Run(start, lambda theta, t: no_examples, noise, **UNIT)
+    path = reference.dp_sgd(run, rule=SGD(lr=lr, momentum=momentum))
     for t in range(1, 13):
         weights = (1 - momentum ** torch.arange(t, 0, -1, dtype=torch.float64)) / (1 - momentum)
         total = lr * (weights @ noise[:t])
@@ -331,7 +323,6 @@ def test_momentum_unrolled() -> None:
 
 def test_scale_then_privatize_is_not_dp2_with_one_scaled_step() -> None:
     """From one A = ν̂ and one release r = Σ clip(s⊙g) + z, DP² steps by r, the other by (r/s)/(√ν̂ + ε)."""
-    common: dict[str, Any] = {"clip_norm": 50.0, "noise_stddev": 1.0, "batch_size": 1}
     zero, noise = torch.zeros(2, dtype=torch.float64), normals(2, 2, seed=10)
     sizes = torch.tensor([[1.0, 20.0], [3.0, 5.0]], dtype=torch.float64)
     dp2: dict[str, Any] = {
@@ -345,7 +336,8 @@ def test_scale_then_privatize_is_not_dp2_with_one_scaled_step() -> None:
     def gradients(theta: Tensor, t: int) -> Tensor:
         return sizes[t][None]
 
-    delayed = reference.delayed_preconditioner(zero, gradients, noise, plain_steps=1, scaled_steps=1, **dp2, **common)
+    run = Run(zero, gradients, noise, clip_norm=50.0, noise_stddev=1.0, batch_size=1)
+    delayed = reference.delayed_preconditioner(run, plain_steps=1, scaled_steps=1, **dp2)
     first = sizes[0] + noise[0]  # A = first² in both
     s = 1 / (first.abs() + 0.5)
     released = s * sizes[1] + noise[1]
@@ -355,7 +347,7 @@ def test_scale_then_privatize_is_not_dp2_with_one_scaled_step() -> None:
     step = released / s / ((nu / 0.75).sqrt() + 0.5)
     assert not torch.allclose(step, released, rtol=0.1)
     # The reference takes exactly that step if its first one leaves the same ν̂ (s_1 = 1/(start^½ + ε) = 1).
-    scaled = reference.scale_then_privatize(zero, gradients, noise, rule=rule, eps_scale=0.5, start=0.25, **common)
+    scaled = reference.scale_then_privatize(run, rule=rule, eps_scale=0.5, start=0.25)
     torch.testing.assert_close(scaled[0] - scaled[1], step, rtol=1e-12, atol=1e-12)
 
 

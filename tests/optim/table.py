@@ -94,16 +94,15 @@ class Variant:
     takes_rule: bool = True
 
 
-def _common(plan: dpoptim.PrivacyPlan) -> dict[str, Any]:
-    return {
-        "clip_norm": plan.clip_norm,
-        "noise_stddev": plan.noise_stddevs().gradient_sum,
-        "batch_size": plan.batch_size,
-    }
-
-
-def _start(t: Task) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
-    return t.theta(), lambda theta, step: t.gradients(theta, t.batches[step])
+def _run(t: Task, noise: Tensor, plan: dpoptim.PrivacyPlan) -> reference.Run:
+    return reference.Run(
+        t.theta(),
+        lambda theta, step: t.gradients(theta, t.batches[step]),
+        noise,
+        clip_norm=plan.clip_norm,
+        noise_stddev=plan.noise_stddevs().gradient_sum,
+        batch_size=plan.batch_size,
+    )
 
 
 def _public(t: Task) -> Callable[[], dict[str, Tensor]]:
@@ -111,52 +110,54 @@ def _public(t: Task) -> Callable[[], dict[str, Tensor]]:
 
 
 def _post_processing(t, noise, square_noise, rule, plan):
-    return reference.post_processing(*_start(t), noise, rule=rule, **_common(plan))
+    return reference.post_processing(_run(t, noise, plan), rule=rule)
 
 
 def _bias_correction(t, noise, square_noise, rule, plan):
     norms = torch.as_tensor(plan.strategy.row_norms()) ** 2 * plan.strategy.column_norm**2
-    return reference.bias_correction(*_start(t), noise, rule=rule, row_norms_squared=norms, **_common(plan))
+    return reference.bias_correction(_run(t, noise, plan), rule=rule, row_norms_squared=norms)
 
 
 def _independent(average_of_squares):
     def run(t, noise, square_noise, rule, plan):
         return reference.independent_moments(
-            *_start(t), noise, square_noise, rule=rule, square_noise_stddev=plan.noise_stddevs().square,
-            average_of_squares=average_of_squares, project=True, **_common(plan),
-        )  # fmt: skip
+            _run(t, noise, plan),
+            square_noise,
+            rule=rule,
+            square_noise_stddev=plan.noise_stddevs().square,
+            average_of_squares=average_of_squares,
+            project=True,
+        )
 
     return run
 
 
 def _joint(t, noise, square_noise, rule, plan):
     weight = 0.5 / plan.clip_norm**2
-    return reference.joint_moments(*_start(t), noise, square_noise, rule=rule, square_weight=weight, **_common(plan))
+    return reference.joint_moments(_run(t, noise, plan), square_noise, rule=rule, square_weight=weight)
 
 
 def _scale(normalised: bool = True, **options: Any):
     def run(t, noise, square_noise, rule, plan):
-        theta, gradients = _start(t)
         return reference.scale_then_privatize(
-            theta, gradients, noise, rule=rule, eps_scale=EPS_SCALE, normalised=normalised, **options, **_common(plan)
+            _run(t, noise, plan), rule=rule, eps_scale=EPS_SCALE, normalised=normalised, **options
         )
 
     return run
 
 
 def _side(t, noise, square_noise, rule, plan):
-    theta, gradients = _start(t)
     public = lambda theta, step: t.public_gradient(theta)  # noqa: E731
-    return reference.side_information(theta, gradients, noise, public, rule=rule, **_common(plan))
+    return reference.side_information(_run(t, noise, plan), public, rule=rule)
 
 
 def _noiseless(t, noise, square_noise, rule, plan):
-    return reference.post_processing(*_start(t), noise, rule=rule, noiseless=True, **_common(plan))
+    return reference.post_processing(_run(t, noise, plan), rule=rule, noiseless=True)
 
 
 def _noiseless_scaled(t, noise, square_noise, rule, plan):
     return reference.scale_then_privatize(
-        *_start(t), noise, rule=rule, eps_scale=EPS_SCALE, normalised=True, noiseless=True, **_common(plan)
+        _run(t, noise, plan), rule=rule, eps_scale=EPS_SCALE, normalised=True, noiseless=True
     )
 
 
@@ -181,9 +182,15 @@ def _make_scale(**options):
 def _delayed(decay):
     def run(t, noise, square_noise, rule, plan):
         return reference.delayed_preconditioner(
-            *_start(t), noise, lr=LR, scaled_clip_norm=0.8, scaled_noise_stddev=0.8 * plan.noise_multiplier,
-            plain_steps=7, scaled_steps=4, eps=0.1, decay=decay, **_common(plan),
-        )  # fmt: skip
+            _run(t, noise, plan),
+            lr=LR,
+            scaled_clip_norm=0.8,
+            scaled_noise_stddev=0.8 * plan.noise_multiplier,
+            plain_steps=7,
+            scaled_steps=4,
+            eps=0.1,
+            decay=decay,
+        )
 
     return run
 
@@ -195,14 +202,13 @@ def _make_delayed(decay):
 
 
 def _adadps(t, noise, square_noise, rule, plan):
-    theta, gradients = _start(t)
     public = lambda theta, step: t.public_gradient(theta)  # noqa: E731
-    return reference.adadps(theta, gradients, noise, public, lr=LR, renew_every=9, eps=0.01, decay=0.3, **_common(plan))
+    return reference.adadps(_run(t, noise, plan), public, lr=LR, renew_every=9, eps=0.01, decay=0.3)
 
 
 def _sgd(t, noise, square_noise, rule, plan):
     rule = reference.SGD(lr=LR, momentum=0.9, weight_decay=0.01)
-    return reference.dp_sgd(*_start(t), noise, rule=rule, **_common(plan))
+    return reference.dp_sgd(_run(t, noise, plan), rule=rule)
 
 
 def _ime(squares, balance, square_noise=None):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dpoptim.optim import reference
-from dpoptim.optim.reference import SGD, AdaGrad, Adam, AdamW, RMSProp, Rule
+from dpoptim.optim.reference import SGD, AdaGrad, Adam, AdamW, RMSProp, Rule, Run
 
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 INF = float("inf")
@@ -82,39 +81,29 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
     """The variant without noise and clipping, in a setting where it should be the plain rule."""
     gradients = quadratic_gradients(examples)
     theta = normals(COORDINATES, seed=2)
-    plain: dict[str, Any] = {"rule": rule, "clip_norm": INF, "noise_stddev": 0.0, "batch_size": examples}
+    plain = Run(theta, gradients, QUIET, clip_norm=INF, noise_stddev=0.0, batch_size=examples)
     if variant == "post_processing":
-        return reference.post_processing(theta, gradients, QUIET, **plain)
+        return reference.post_processing(plain, rule=rule)
     if variant == "scale_then_privatize":
-        return reference.scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
+        return reference.scale_then_privatize(plain, rule=rule, eps_scale=1e-2)
     if variant == "scale_then_privatize, options":
         return reference.scale_then_privatize(
-            theta,
-            gradients,
-            QUIET,
-            **plain,
-            eps_scale=0.1,
-            exponent=1 / 3,
-            normalised=True,
-            debias=False,
-            start=2.0,
+            plain, rule=rule, eps_scale=0.1, exponent=1 / 3, normalised=True, debias=False, start=2.0
         )
     if variant == "independent_moments":
-        return reference.independent_moments(theta, gradients, QUIET, QUIET, **plain, square_noise_stddev=0.0)
+        return reference.independent_moments(plain, QUIET, rule=rule, square_noise_stddev=0.0)
     if variant == "independent_moments, average of squares":
-        return reference.independent_moments(
-            theta, gradients, QUIET, QUIET, **plain, square_noise_stddev=0.0, average_of_squares=True
-        )
+        return reference.independent_moments(plain, QUIET, rule=rule, square_noise_stddev=0.0, average_of_squares=True)
     if variant == "joint_moments":
-        return reference.joint_moments(theta, gradients, QUIET, QUIET, **plain, square_weight=0.25)
+        return reference.joint_moments(plain, QUIET, rule=rule, square_weight=0.25)
     if variant == "bias_correction":
-        return reference.bias_correction(theta, gradients, QUIET, **plain, row_norms_squared=torch.ones(STEPS))
+        return reference.bias_correction(plain, rule=rule, row_norms_squared=torch.ones(STEPS))
     if variant == "side_information":
-        return reference.side_information(theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain)
+        return reference.side_information(plain, lambda th, t: gradients(th, t).mean(0), rule=rule)
     if variant == "noiseless_preconditioner":
-        return reference.post_processing(theta, gradients, QUIET, **plain, noiseless=True)
+        return reference.post_processing(plain, rule=rule, noiseless=True)
     assert variant == "noiseless_scale_then_privatize"
-    return reference.scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2, noiseless=True)
+    return reference.scale_then_privatize(plain, rule=rule, eps_scale=1e-2, noiseless=True)
 
 
 @pytest.mark.parametrize("name", OPTIM)
@@ -170,33 +159,28 @@ def test_average_of_squares_differs_from_square_of_average(examples: int) -> Non
 
 
 def test_dp_sgd_without_noise_and_clipping_equals_torch_sgd() -> None:
-    path = reference.dp_sgd(
-        normals(COORDINATES, seed=2),
-        quadratic_gradients(3),
-        QUIET,
-        rule=SGD(lr=0.1, momentum=0.7, weight_decay=0.2),
-        clip_norm=INF,
-        noise_stddev=0.0,
-        batch_size=3,
-    )
+    run = Run(THETA, quadratic_gradients(3), QUIET, clip_norm=INF, noise_stddev=0.0, batch_size=3)
+    path = reference.dp_sgd(run, rule=SGD(lr=0.1, momentum=0.7, weight_decay=0.2))
     expected = torch_path(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.7, weight_decay=0.2), 3)
     torch.testing.assert_close(path, expected, rtol=0, atol=1e-12)
 
 
-def noisy(clip_norm: float = 1.0, noise_stddev: float = 0.8) -> dict[str, Any]:
-    return {"clip_norm": clip_norm, "noise_stddev": noise_stddev, "batch_size": 6}
+THETA = normals(COORDINATES, seed=2)
+NOISE = normals(STEPS, COORDINATES, seed=3)
+
+
+def noisy(gradients: Callable[[Tensor, int], Tensor], clip_norm: float = 1.0, noise_stddev: float = 0.8) -> Run:
+    return Run(THETA, gradients, NOISE, clip_norm=clip_norm, noise_stddev=noise_stddev, batch_size=6)
 
 
 @pytest.mark.parametrize("name", OPTIM)
 def test_constant_scale_equals_post_processing_with_clip_norm_over_s(name: str) -> None:
-    rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
-    theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    scaled = reference.scale_then_privatize(
-        theta, gradients, noise, rule=rule, **noisy(), exponent=0.0, eps_scale=0.25
-    )  # s = 1/1.25 at every step
-    plain = reference.post_processing(theta, gradients, noise, rule=rule, **noisy(1.25, 1.0))
+    rule, gradients = OPTIM[name][0], quadratic_gradients(6)
+    # s = 1/1.25 at every step
+    scaled = reference.scale_then_privatize(noisy(gradients), rule=rule, exponent=0.0, eps_scale=0.25)
+    plain = reference.post_processing(noisy(gradients, 1.25, 1.0), rule=rule)
     torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-12)
-    other = reference.post_processing(theta, gradients, noise, rule=rule, **noisy(1.0, 0.8))
+    other = reference.post_processing(noisy(gradients, 1.0, 0.8), rule=rule)
     assert not torch.allclose(scaled, other, rtol=0, atol=1e-3)
 
 
@@ -204,47 +188,31 @@ def test_constant_scale_equals_post_processing_with_clip_norm_over_s(name: str) 
 @pytest.mark.parametrize("name", OPTIM)
 def test_normalised_scale_equals_the_plain_one_with_clip_norm_times_eps(name: str, noiseless: bool) -> None:
     function = functools.partial(reference.scale_then_privatize, noiseless=noiseless)
-    rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
-    theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    raw = function(theta, gradients, noise, rule=rule, **noisy(), eps_scale=0.05)
-    normalised = function(theta, gradients, noise, rule=rule, **noisy(0.05, 0.04), eps_scale=0.05, normalised=True)
+    rule, gradients = OPTIM[name][0], quadratic_gradients(6)
+    raw = function(noisy(gradients), rule=rule, eps_scale=0.05)
+    normalised = function(noisy(gradients, 0.05, 0.04), rule=rule, eps_scale=0.05, normalised=True)
     torch.testing.assert_close(normalised, raw, rtol=0, atol=1e-10)
 
 
-THETA = normals(COORDINATES, seed=2)
-NOISE = normals(STEPS, COORDINATES, seed=3)
 ADAM = Adam(lr=0.1, beta2=0.95, eps=0.1)
 VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
-    "dp_sgd": lambda g: reference.dp_sgd(THETA, g, NOISE, rule=SGD(lr=0.1, momentum=0.5), **noisy()),
-    "post_processing": lambda g: reference.post_processing(THETA, g, NOISE, rule=ADAM, **noisy()),
-    "bias_correction": lambda g: reference.bias_correction(
-        THETA, g, NOISE, rule=ADAM, **noisy(), row_norms_squared=torch.ones(STEPS)
-    ),
-    "independent_moments": lambda g: reference.independent_moments(
-        THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_noise_stddev=0.1
-    ),
+    "dp_sgd": lambda g: reference.dp_sgd(noisy(g), rule=SGD(lr=0.1, momentum=0.5)),
+    "post_processing": lambda g: reference.post_processing(noisy(g), rule=ADAM),
+    "bias_correction": lambda g: reference.bias_correction(noisy(g), rule=ADAM, row_norms_squared=torch.ones(STEPS)),
+    "independent_moments": lambda g: reference.independent_moments(noisy(g), NOISE, rule=ADAM, square_noise_stddev=0.1),
     "average_of_squares": lambda g: reference.independent_moments(
-        THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_noise_stddev=0.1, average_of_squares=True
+        noisy(g), NOISE, rule=ADAM, square_noise_stddev=0.1, average_of_squares=True
     ),
-    "joint_moments": lambda g: reference.joint_moments(THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_weight=0.5),
-    "scale_then_privatize": lambda g: reference.scale_then_privatize(
-        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
-    ),
-    "side_information": lambda g: reference.side_information(
-        THETA, g, NOISE, lambda theta, t: CURVATURE, rule=ADAM, **noisy()
-    ),
-    "noiseless_preconditioner": lambda g: reference.post_processing(
-        THETA, g, NOISE, rule=ADAM, **noisy(), noiseless=True
-    ),
+    "joint_moments": lambda g: reference.joint_moments(noisy(g), NOISE, rule=ADAM, square_weight=0.5),
+    "scale_then_privatize": lambda g: reference.scale_then_privatize(noisy(g), rule=ADAM, eps_scale=0.1),
+    "side_information": lambda g: reference.side_information(noisy(g), lambda theta, t: CURVATURE, rule=ADAM),
+    "noiseless_preconditioner": lambda g: reference.post_processing(noisy(g), rule=ADAM, noiseless=True),
     "noiseless_scale_then_privatize": lambda g: reference.scale_then_privatize(
-        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1, noiseless=True
+        noisy(g), rule=ADAM, eps_scale=0.1, noiseless=True
     ),
     "delayed_preconditioner": lambda g: reference.delayed_preconditioner(
-        THETA,
-        g,
-        NOISE,
+        noisy(g),
         lr=0.1,
-        **noisy(),
         scaled_clip_norm=2.0,
         scaled_noise_stddev=1.6,
         plain_steps=3,
@@ -252,9 +220,7 @@ VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
         eps=0.1,
         decay=0.5,
     ),
-    "adadps": lambda g: reference.adadps(
-        THETA, g, NOISE, lambda theta, t: CURVATURE, lr=0.1, **noisy(), renew_every=4, eps=0.1
-    ),
+    "adadps": lambda g: reference.adadps(noisy(g), lambda theta, t: CURVATURE, lr=0.1, renew_every=4, eps=0.1),
 }
 
 
@@ -284,14 +250,12 @@ def test_a_coordinate_without_gradient_stays_even_without_eps(rule: Rule, projec
     def gradients(theta: Tensor, t: int) -> Tensor:
         return torch.tensor([[0.0, 1.0]])
 
-    plain: dict[str, Any] = {"rule": rule, "clip_norm": INF, "noise_stddev": 0.0, "batch_size": 1}
     quiet = torch.zeros(3, 2)
+    plain = Run(torch.zeros(2), gradients, quiet, clip_norm=INF, noise_stddev=0.0, batch_size=1)
     for path in (
-        reference.post_processing(torch.zeros(2), gradients, quiet, **plain),
-        reference.independent_moments(
-            torch.zeros(2), gradients, quiet, quiet, **plain, square_noise_stddev=0.0, project=project
-        ),
-        reference.scale_then_privatize(torch.zeros(2), gradients, quiet, **plain, eps_scale=0.1),
+        reference.post_processing(plain, rule=rule),
+        reference.independent_moments(plain, quiet, rule=rule, square_noise_stddev=0.0, project=project),
+        reference.scale_then_privatize(plain, rule=rule, eps_scale=0.1),
     ):
         assert path[:, 0].tolist() == [0.0, 0.0, 0.0]
         assert (path[:, 1] < 0).all()
@@ -301,22 +265,11 @@ def test_a_coordinate_without_gradient_stays_even_without_eps(rule: Rule, projec
 def test_joint_moments_equal_independent_moments_at_one_noise_level(
     name: str,
 ) -> None:
-    rule, noise, square_noise = (
-        OPTIM[name][0],
-        normals(STEPS, COORDINATES, seed=3),
-        normals(STEPS, COORDINATES),
-    )
-    theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    joint = reference.joint_moments(theta, gradients, noise, square_noise, rule=rule, **noisy(), square_weight=0.25)
+    rule, square_noise = OPTIM[name][0], normals(STEPS, COORDINATES)
+    run = noisy(quadratic_gradients(6))
+    joint = reference.joint_moments(run, square_noise, rule=rule, square_weight=0.25)
     split = reference.independent_moments(
-        theta,
-        gradients,
-        noise,
-        square_noise,
-        rule=rule,
-        **noisy(),
-        square_noise_stddev=0.8 / 0.5 / 6,
-        average_of_squares=True,
+        run, square_noise, rule=rule, square_noise_stddev=0.8 / 0.5 / 6, average_of_squares=True
     )
     torch.testing.assert_close(joint, split, rtol=0, atol=1e-10)
 

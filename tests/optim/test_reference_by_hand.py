@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from dpoptim.optim import reference
-from dpoptim.optim.reference import SGD, AdaGrad, Adam, RMSProp, Rule
+from dpoptim.optim.reference import SGD, AdaGrad, Adam, RMSProp, Rule, Run
 
 INF = float("inf")
 SIZES = torch.tensor([1.0, 0.3, 2.0, 0.05, 4.0], dtype=torch.float64)
-NOISY: dict[str, Any] = {"clip_norm": 1.0, "noise_stddev": 0.8, "batch_size": 6}
 
 
 def normals(*shape: int, seed: int) -> Tensor:
@@ -30,17 +27,15 @@ def test_scale_by_hand(exponent: float) -> None:
 
 def test_scale_then_privatize_two_steps_by_hand() -> None:
     """g = 3 in one coordinate, B = 2 expected and one example, ε_s1 = 1: every number below is by hand."""
-    path = reference.scale_then_privatize(
+    run = Run(
         torch.zeros(1, dtype=torch.float64),
         lambda theta, t: torch.full((1, 1), 3.0, dtype=torch.float64),
         torch.tensor([[0.5], [-1.0]], dtype=torch.float64),
-        rule=AdaGrad(lr=1.0, eps=0.5),
         clip_norm=1.0,
         noise_stddev=2.0,
         batch_size=2,
-        eps_scale=1.0,
-        start=4.0,
     )
+    path = reference.scale_then_privatize(run, rule=AdaGrad(lr=1.0, eps=0.5), eps_scale=1.0, start=4.0)
     first = (1.0 + 2.0 * 0.5) / 2 / (1 / 3)  # s₁ = 1/(√4 + 1); s₁·3 = 1, not clipped
     theta_1 = -first / (first + 0.5)
     s_2 = 1 / (first + 1.0)
@@ -54,17 +49,16 @@ def test_debiased_and_raw_geometry_differ_by_the_debiasing_factor() -> None:
     beta2, noise = 0.96, torch.tensor([[1.0], [1.0]], dtype=torch.float64)
     second: dict[bool, float] = {}
     for debias in (True, False):
-        path = reference.scale_then_privatize(
+        run = Run(
             torch.zeros(1, dtype=torch.float64),
             lambda theta, t: torch.zeros(0, 1, dtype=torch.float64),
             noise,
-            rule=Adam(lr=1.0, beta1=0.0, beta2=beta2),
             clip_norm=1.0,
             noise_stddev=1.0,
             batch_size=1,
-            eps_scale=1e-9,
-            start=1.0,
-            debias=debias,
+        )
+        path = reference.scale_then_privatize(
+            run, rule=Adam(lr=1.0, beta1=0.0, beta2=beta2), eps_scale=1e-9, start=1.0, debias=debias
         )
         step = float(path[0] - path[1])
         weight = 1 - beta2**2
@@ -78,17 +72,16 @@ def test_debiased_and_raw_geometry_differ_by_the_debiasing_factor() -> None:
 def test_projection_bounds_the_square_of_a_batch_larger_than_expected() -> None:
     """12 equal examples of norm 1 at B = 4: the average has norm 3, the projected one 1; AdaGrad shows √ν."""
     for project, root in ((True, 1.0), (False, 3.0)):
-        path = reference.independent_moments(
+        run = Run(
             torch.zeros(1),
             lambda theta, t: torch.ones(12, 1),
             torch.zeros(1, 1),
-            torch.zeros(1, 1),
-            rule=AdaGrad(lr=1.0, eps=0.0),
             clip_norm=1.0,
             noise_stddev=0.0,
-            square_noise_stddev=0.0,
             batch_size=4,
-            project=project,
+        )
+        path = reference.independent_moments(
+            run, torch.zeros(1, 1), rule=AdaGrad(lr=1.0, eps=0.0), square_noise_stddev=0.0, project=project
         )
         assert float(path) == pytest.approx(-3.0 / root)
 
@@ -108,16 +101,15 @@ def test_bias_correction_subtracts_the_weighted_noise_variances(rule: Rule, bias
     """Third step by hand: the same weights on the squares and on ‖row‖²·φ, under the floor ε²."""
     rows = torch.tensor([1.0, 1.5, 1.2], dtype=torch.float64)
     noise = normals(3, 2000, seed=7)
-    path = reference.bias_correction(
+    run = Run(
         torch.zeros(2000, dtype=torch.float64),
         lambda theta, t: torch.zeros(0, 2000, dtype=torch.float64),
         noise,
-        rule=rule,
         clip_norm=1.0,
         noise_stddev=3.0,
         batch_size=6,
-        row_norms_squared=rows,
     )
+    path = reference.bias_correction(run, rule=rule, row_norms_squared=rows)
     weights = torch.tensor(bias_weights, dtype=torch.float64)[:, None]
     noisy_grad = 0.5 * noise
     corrected = (weights * noisy_grad**2).sum(0) - (weights[:, 0] * rows * 0.25).sum()
@@ -129,15 +121,16 @@ def test_bias_correction_subtracts_the_weighted_noise_variances(rule: Rule, bias
 def fraction_at_the_floor(steps: int, beta2: float, coordinates: int, floor: float = 1e-3) -> Tensor:
     """Per step, the share of coordinates of pure noise whose corrected second moment is not positive."""
     noise = torch.randn(steps, coordinates, generator=torch.Generator().manual_seed(11))
-    path = reference.bias_correction(
+    run = Run(
         torch.zeros(coordinates),
         lambda theta, t: torch.zeros(0, coordinates),
         noise,
-        rule=Adam(lr=floor, beta1=0.0, beta2=beta2, eps=floor),
         clip_norm=1.0,
         noise_stddev=1.0,
         batch_size=1,
-        row_norms_squared=torch.ones(steps),
+    )
+    path = reference.bias_correction(
+        run, rule=Adam(lr=floor, beta1=0.0, beta2=beta2, eps=floor), row_norms_squared=torch.ones(steps)
     )
     first = path[:1]  # θ_0 = 0; the difference of one step at a time keeps float32 exact enough
     moves = torch.cat([first, path[1:] - path[:-1]])
@@ -162,15 +155,15 @@ def test_post_processing_adam_in_pure_noise_moves_by_the_momentum_stddev() -> No
     """Steady update RMS √((1−β₁)/(1+β₁)) = .22942, within 2 %: a level 1.1 times off fails."""
     steps, coordinates = 1500, 1000
     noise = torch.randn(steps, coordinates, generator=torch.Generator().manual_seed(12))
-    path = reference.post_processing(
+    run = Run(
         torch.zeros(coordinates),
         lambda theta, t: torch.zeros(0, coordinates),
         noise,
-        rule=Adam(lr=1.0),
         clip_norm=1.0,
         noise_stddev=0.7,
         batch_size=50,
     )
+    path = reference.post_processing(run, rule=Adam(lr=1.0))
     moves = (path[1:] - path[:-1])[-500:]
     assert float(moves.square().mean().sqrt()) == pytest.approx(0.22942, rel=0.02)
 
@@ -187,20 +180,16 @@ def constant_two(theta: Tensor, t: int) -> Tensor:
     ],
 )
 def test_delayed_preconditioner_by_hand(decay: float | None, scaled: list[float]) -> None:
-    path = reference.delayed_preconditioner(
+    run = Run(
         torch.zeros(1, dtype=torch.float64),
         constant_two,
         torch.tensor([[0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [0.0], [0.0]], dtype=torch.float64),
-        lr=1.0,
         clip_norm=5.0,
         noise_stddev=100.0,
-        scaled_clip_norm=0.9,
-        scaled_noise_stddev=0.25,
         batch_size=1,
-        plain_steps=2,
-        scaled_steps=2,
-        eps=1.0,
-        decay=decay,
+    )
+    path = reference.delayed_preconditioner(
+        run, lr=1.0, scaled_clip_norm=0.9, scaled_noise_stddev=0.25, plain_steps=2, scaled_steps=2, eps=1.0, decay=decay
     )
     moves = [2.0, 2.0, scaled[0], scaled[1] + 0.25, 2.0, 2.0, scaled[2], scaled[3]]
     expected = torch.tensor(moves, dtype=torch.float64).cumsum(0)
@@ -213,20 +202,11 @@ def test_delayed_preconditioner_starts_as_dp_sgd_and_averages_noisy_gradients() 
     def gradients(theta: Tensor, t: int) -> Tensor:
         return SIZES * (theta - data[t])
 
+    run = Run(theta, gradients, noise, clip_norm=1.0, noise_stddev=0.8, batch_size=6)
     path = reference.delayed_preconditioner(
-        theta,
-        gradients,
-        noise,
-        lr=0.1,
-        **NOISY,
-        scaled_clip_norm=1.0,
-        scaled_noise_stddev=0.8,
-        plain_steps=4,
-        scaled_steps=1,
-        eps=0.2,
-        decay=0.0,
+        run, lr=0.1, scaled_clip_norm=1.0, scaled_noise_stddev=0.8, plain_steps=4, scaled_steps=1, eps=0.2, decay=0.0
     )
-    plain = reference.dp_sgd(theta, gradients, noise, rule=SGD(lr=0.1), **NOISY)
+    plain = reference.dp_sgd(run, rule=SGD(lr=0.1))
     assert torch.equal(path[:4], plain[:4])
     gathered = (theta - path[3]) / 0.1 / 4
     scaled = reference.clip(gradients(path[3], 4) / (gathered.abs() + 0.2), 1.0)
@@ -240,15 +220,18 @@ def test_delayed_preconditioner_starts_as_dp_sgd_and_averages_noisy_gradients() 
 )
 def test_adadps_by_hand(decay: float, moments: list[float]) -> None:
     """g_pub = t, renewed every 2 steps, ε = 1: s = 1/√(A+1), clipped at 1 and not divided out."""
-    path = reference.adadps(
+    run = Run(
         torch.zeros(1, dtype=torch.float64),
         constant_two,
         torch.tensor([[0.0], [1.0], [0.0], [0.0], [0.0]], dtype=torch.float64),
-        lambda theta, t: torch.full((1,), float(t), dtype=torch.float64),
-        lr=1.0,
         clip_norm=1.0,
         noise_stddev=0.5,
         batch_size=1,
+    )
+    path = reference.adadps(
+        run,
+        lambda theta, t: torch.full((1,), float(t), dtype=torch.float64),
+        lr=1.0,
         renew_every=2,
         eps=1.0,
         decay=decay,
@@ -262,20 +245,14 @@ def test_adadps_by_hand(decay: float, moments: list[float]) -> None:
 def test_noiseless_moment_has_no_noise_and_public_moment_sees_no_private_gradient() -> None:
     """A constant gradient: ν̂ = g² exactly, so AdaGrad-like steps are linear in the noise."""
     noise = normals(25, 5, seed=3)
-    base: dict[str, Any] = {"rule": Adam(lr=1.0, beta1=0.0, eps=0.0), "clip_norm": INF, "batch_size": 1}
-    zero = torch.zeros(5, dtype=torch.float64)
-
-    def gradients(theta: Tensor, t: int) -> Tensor:
-        return SIZES[None]
-
+    rule, zero = Adam(lr=1.0, beta1=0.0, eps=0.0), torch.zeros(5, dtype=torch.float64)
+    run = Run(zero, lambda theta, t: SIZES[None], noise, clip_norm=INF, noise_stddev=0.3, batch_size=1)
     for path in (
-        reference.post_processing(zero, gradients, noise, noise_stddev=0.3, noiseless=True, **base),
-        reference.side_information(zero, gradients, noise, lambda theta, t: SIZES, noise_stddev=0.3, **base),
+        reference.post_processing(run, rule=rule, noiseless=True),
+        reference.side_information(run, lambda theta, t: SIZES, rule=rule),
     ):
         expected = -(1 + 0.3 * noise / SIZES).cumsum(0)
         torch.testing.assert_close(path, expected, rtol=1e-10, atol=1e-10)
-    path = reference.scale_then_privatize(
-        zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, noiseless=True, **base
-    )
+    path = reference.scale_then_privatize(run, rule=rule, eps_scale=0.5, noiseless=True)
     s = torch.cat([torch.full((1, 5), 2.0), (1 / (SIZES + 0.5)).expand(24, -1)])
     torch.testing.assert_close(path, -(1 + 0.3 * noise / s / SIZES).cumsum(0), rtol=1e-10, atol=1e-10)

@@ -1,20 +1,13 @@
 """Slow reference implementations: the paper's optimizers on one flat parameter vector, to test the fast path against.
 
-They are for tests only: they hold every per-example gradient in memory and see values without noise. All take
-
-    theta           [coordinates], the parameters θ_0
-    gradients       (θ, t) -> [examples, coordinates], the examples' gradients at step t = 0, 1, ...
-    noise           [steps, coordinates], the rows of C⁻¹z with unit z, already correlated
-    noise_stddev    the noise on the clipped SUM
-    batch_size      the expected batch size, by which every sum is divided
-
+They are for tests only: they hold every per-example gradient in memory and see values without noise. All take a `Run`
 and return θ_1, ..., θ_T stacked: [steps, coordinates].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,6 +83,24 @@ def clip(vectors: Tensor, clip_norm: float) -> Tensor:
     return vectors * (clip_norm / norms).clamp(max=1.0)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What all optimizers are given: the start, the gradients, the noise, and how steps are clipped and averaged."""
+
+    theta: Tensor  # [coordinates], the parameters θ_0
+    gradients: Gradients
+    noise: Tensor  # [steps, coordinates], the rows of C⁻¹z with unit z, already correlated
+    _: KW_ONLY
+    clip_norm: float
+    noise_stddev: float  # on the clipped SUM
+    batch_size: float  # expected; every sum is divided by it
+
+    def privatize(self, theta: Tensor, t: int, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """The noisy average of the clipped (scaled) gradients of step t, and the clipped gradients [examples, ...]."""
+        clipped = clip(scale * self.gradients(theta, t), self.clip_norm)
+        return (clipped.sum(0) + self.noise_stddev * self.noise[t]) / self.batch_size, clipped
+
+
 def add_decay(rule: Rule | SGD, noisy_grad: Tensor, theta: Tensor) -> Tensor:
     """L2 decay: g̃ + weight_decay·θ. It is added after the noise, so it costs no privacy.
 
@@ -142,8 +153,7 @@ def next_theta(
 
 def _follow(
     rule: Rule,
-    theta: Tensor,
-    steps: int,
+    run: Run,
     release: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor | None]],
     biases: list[float] | None = None,
 ) -> Tensor:
@@ -151,9 +161,9 @@ def _follow(
 
     The update divides by √max(ν̂, 0) + ε, and under bias correction by √max(ν̂ − b_t, ε²).
     """
+    theta, path = run.theta, []
     mu = nu = nu_hat = torch.zeros_like(theta)
-    path = []
-    for t in range(steps):
+    for t in range(len(run.noise)):
         noisy_grad, square = release(theta, t, nu, nu_hat)
         noisy_grad = add_decay(rule, noisy_grad, theta)
         nu = next_second_moment(rule, nu, noisy_grad**2 if square is None else square)
@@ -167,94 +177,54 @@ def _follow(
     return torch.stack(path)
 
 
-def dp_sgd(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    *,
-    rule: SGD,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
-) -> Tensor:
+def dp_sgd(run: Run, *, rule: SGD) -> Tensor:
     """DP-SGD with momentum: buffer ← momentum·buffer + g̃, θ ← θ − lr·buffer."""
+    theta, path = run.theta, []
     buffer = torch.zeros_like(theta)
-    path = []
-    for t in range(len(noise)):
-        clipped = clip(gradients(theta, t), clip_norm)
-        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+    for t in range(len(run.noise)):
+        noisy_grad, _ = run.privatize(theta, t)
         buffer = rule.momentum * buffer + add_decay(rule, noisy_grad, theta)
         theta = theta - rule.lr * buffer
         path.append(theta)
     return torch.stack(path)
 
 
-def post_processing(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    *,
-    rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
-    noiseless: bool = False,
-) -> Tensor:
+def post_processing(run: Run, *, rule: Rule, noiseless: bool = False) -> Tensor:
     """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is without noise: NOT private.
 
-    >>> post_processing(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
-    ...                 rule=Adam(lr=1.0, eps=0.0), clip_norm=1.0, noise_stddev=0.0, batch_size=4).tolist()
+    >>> run = Run(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
+    ...           clip_norm=1.0, noise_stddev=0.0, batch_size=4)
+    >>> post_processing(run, rule=Adam(lr=1.0, eps=0.0)).tolist()
     [[-1.0], [-2.0]]
     """
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor | None]:
-        clipped = clip(gradients(theta, t), clip_norm)
-        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
-        return noisy_grad, (clipped.sum(0) / batch_size) ** 2 if noiseless else None
+        noisy_grad, clipped = run.privatize(theta, t)
+        return noisy_grad, (clipped.sum(0) / run.batch_size) ** 2 if noiseless else None
 
-    return _follow(rule, theta, len(noise), release)
+    return _follow(rule, run, release)
 
 
-def side_information(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    public_gradients: PublicGradients,
-    *,
-    rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
-) -> Tensor:
+def side_information(run: Run, public_gradients: PublicGradients, *, rule: Rule) -> Tensor:
     """Side information: the noisy gradient as in post-processing, ν of g_pub²."""
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
-        clipped = clip(gradients(theta, t), clip_norm)
-        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
-        return noisy_grad, public_gradients(theta, t) ** 2
+        return run.privatize(theta, t)[0], public_gradients(theta, t) ** 2
 
-    return _follow(rule, theta, len(noise), release)
+    return _follow(rule, run, release)
 
 
-def bias_correction(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    *,
-    rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
-    row_norms_squared: Tensor,  # [steps], ‖row t of C⁻¹‖²
-) -> Tensor:
-    """Bias correction: subtract from ν̂ what the noise alone adds (`noise_bias`), and divide by √max(ν̂ − b_t, ε²)."""
+def bias_correction(run: Run, *, rule: Rule, row_norms_squared: Tensor) -> Tensor:
+    """Bias correction: subtract from ν̂ what the noise alone adds (`noise_bias`), and divide by √max(ν̂ − b_t, ε²).
+
+    `row_norms_squared` is ‖row t of C⁻¹‖² for each step.
+    """
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, None]:
-        clipped = clip(gradients(theta, t), clip_norm)
-        return (clipped.sum(0) + noise_stddev * noise[t]) / batch_size, None
+        return run.privatize(theta, t)[0], None
 
-    biases = noise_bias(rule, row_norms_squared, (noise_stddev / batch_size) ** 2)
-    return _follow(rule, theta, len(noise), release, biases)
+    biases = noise_bias(rule, row_norms_squared, (run.noise_stddev / run.batch_size) ** 2)
+    return _follow(rule, run, release, biases)
 
 
 def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]:
@@ -281,16 +251,11 @@ def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]
 
 
 def independent_moments(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
+    run: Run,
     square_noise: Tensor,
     *,
     rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
     square_noise_stddev: float,
-    batch_size: float,
     average_of_squares: bool = False,
     project: bool = True,
 ) -> Tensor:
@@ -302,31 +267,20 @@ def independent_moments(
     """
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
-        clipped = clip(gradients(theta, t), clip_norm)
-        average = clipped.sum(0) / batch_size
+        noisy_grad, clipped = run.privatize(theta, t)
+        average = clipped.sum(0) / run.batch_size
         if average_of_squares:
-            square = (clipped**2).sum(0) / batch_size
+            square = (clipped**2).sum(0) / run.batch_size
         elif project:
-            square = clip(average[None], clip_norm)[0] ** 2
+            square = clip(average[None], run.clip_norm)[0] ** 2
         else:
             square = average**2
-        return average + noise_stddev / batch_size * noise[t], square + square_noise_stddev * square_noise[t]
+        return noisy_grad, square + square_noise_stddev * square_noise[t]
 
-    return _follow(rule, theta, len(noise), release)
+    return _follow(rule, run, release)
 
 
-def joint_moments(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    square_noise: Tensor,
-    *,
-    rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
-    square_weight: float,
-    batch_size: float,
-) -> Tensor:
+def joint_moments(run: Run, square_noise: Tensor, *, rule: Rule, square_weight: float) -> Tensor:
     """Joint moment estimation: release Σ_j (v_j, √λ·v_j²), v_j = clip(g_j), as ONE vector with one noise.
 
     λ is `square_weight`. The released square is divided by √λ afterwards, so its noise is noise_stddev/(√λ·B). Each
@@ -334,12 +288,11 @@ def joint_moments(
     """
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
-        clipped = clip(gradients(theta, t), clip_norm)
-        released_sum = clipped.sum(0) + noise_stddev * noise[t]
-        released_square = square_weight**0.5 * (clipped**2).sum(0) + noise_stddev * square_noise[t]
-        return released_sum / batch_size, released_square / square_weight**0.5 / batch_size
+        noisy_grad, clipped = run.privatize(theta, t)
+        released_square = square_weight**0.5 * (clipped**2).sum(0) + run.noise_stddev * square_noise[t]
+        return noisy_grad, released_square / square_weight**0.5 / run.batch_size
 
-    return _follow(rule, theta, len(noise), release)
+    return _follow(rule, run, release)
 
 
 def scale_of(nu_hat: Tensor, *, exponent: float, eps_scale: float, normalised: bool) -> Tensor:
@@ -355,14 +308,9 @@ def scale_of(nu_hat: Tensor, *, exponent: float, eps_scale: float, normalised: b
 
 
 def scale_then_privatize(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
+    run: Run,
     *,
     rule: Rule,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
     eps_scale: float,
     exponent: float = 0.5,
     normalised: bool = False,
@@ -372,32 +320,26 @@ def scale_then_privatize(
 ) -> Tensor:
     """Scale-then-privatize: s_t from ν̂_{t−1}; g̃ = (Σ clip(s_t⊙g_j) + noise)/B/s_t; ν of g̃².
 
-    `clip_norm` bounds ‖s_t⊙g_j‖, so it is in the units of the scaled gradient. s_1 comes from ν̂_0 = `start`, which is
-    used nowhere else. `debias=False` computes s_t from ν_{t−1} and leaves the update's ν̂ unchanged. With `noiseless`, ν
-    is of (Σ clip(s_t⊙g_j)/B/s_t)²: NOT private.
+    `run.clip_norm` bounds ‖s_t⊙g_j‖, so it is in the units of the scaled gradient. s_1 comes from ν̂_0 = `start`, which
+    is used nowhere else. `debias=False` computes s_t from ν_{t−1} and leaves the update's ν̂ unchanged. With
+    `noiseless`, ν is of (Σ clip(s_t⊙g_j)/B/s_t)²: NOT private.
     """
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor | None]:
         previous = torch.full_like(theta, start) if t == 0 else nu_hat if debias else nu
         s = scale_of(previous, exponent=exponent, eps_scale=eps_scale, normalised=normalised)
-        clipped = clip(s * gradients(theta, t), clip_norm)
-        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size / s
-        return noisy_grad, (clipped.sum(0) / batch_size / s) ** 2 if noiseless else None
+        noisy_grad, clipped = run.privatize(theta, t, scale=s)
+        return noisy_grad / s, (clipped.sum(0) / run.batch_size / s) ** 2 if noiseless else None
 
-    return _follow(rule, theta, len(noise), release)
+    return _follow(rule, run, release)
 
 
 def delayed_preconditioner(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
+    run: Run,
     *,
     lr: float,
-    clip_norm: float,
-    noise_stddev: float,
     scaled_clip_norm: float,
     scaled_noise_stddev: float,
-    batch_size: float,
     plain_steps: int,
     scaled_steps: int,
     eps: float,
@@ -409,53 +351,39 @@ def delayed_preconditioner(
     A scaled step is θ ← θ − lr·(Σ clip(g_j/(√A+ε), ζ₂) + σζ₂·row)/B, without unscaling or momentum.
     `scaled_noise_stddev` is σζ₂, with the same σ as noise_stddev = σζ: each step spends the same.
     """
+    scaled_run = replace(run, clip_norm=scaled_clip_norm, noise_stddev=scaled_noise_stddev)
+    theta, path = run.theta, []
     gathered, second_moment = torch.zeros_like(theta), torch.zeros_like(theta)
-    path = []
-    for t in range(len(noise)):
+    for t in range(len(run.noise)):
         place = t % (plain_steps + scaled_steps)
         if place == plain_steps:
             square = (gathered / plain_steps) ** 2
             second_moment = second_moment + square if decay is None else decay * second_moment + (1 - decay) * square
             gathered = torch.zeros_like(theta)
         if place < plain_steps:
-            clipped = clip(gradients(theta, t), clip_norm)
-            noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+            noisy_grad, _ = run.privatize(theta, t)
             gathered = gathered + noisy_grad
         else:
-            clipped = clip(gradients(theta, t) / (second_moment.sqrt() + eps), scaled_clip_norm)
-            noisy_grad = (clipped.sum(0) + scaled_noise_stddev * noise[t]) / batch_size
+            noisy_grad, _ = scaled_run.privatize(theta, t, scale=1 / (second_moment.sqrt() + eps))
         theta = theta - lr * noisy_grad
         path.append(theta)
     return torch.stack(path)
 
 
 def adadps(
-    theta: Tensor,
-    gradients: Gradients,
-    noise: Tensor,
-    public_gradients: PublicGradients,
-    *,
-    lr: float,
-    clip_norm: float,
-    noise_stddev: float,
-    batch_size: float,
-    renew_every: int,
-    eps: float,
-    decay: float = 0.0,
+    run: Run, public_gradients: PublicGradients, *, lr: float, renew_every: int, eps: float, decay: float = 0.0
 ) -> Tensor:
     """AdaDPS (Li et al. 2022): s = 1/√(A+ε) from public gradients, θ ← θ − lr·(Σ clip(s⊙g_j) + noise)/B.
 
     A ← γA + (1−γ)g_pub² every `renew_every` steps, starting with the first, with γ = `decay` (0 replaces A). A starts
     at 0. The result is not divided by the scale again.
     """
+    theta, path = run.theta, []
     second_moment = torch.zeros_like(theta)
-    path = []
-    for t in range(len(noise)):
+    for t in range(len(run.noise)):
         if t % renew_every == 0:
             second_moment = decay * second_moment + (1 - decay) * public_gradients(theta, t) ** 2
-        s = 1 / (second_moment + eps).sqrt()
-        clipped = clip(s * gradients(theta, t), clip_norm)
-        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+        noisy_grad, _ = run.privatize(theta, t, scale=1 / (second_moment + eps).sqrt())
         theta = theta - lr * noisy_grad
         path.append(theta)
     return torch.stack(path)
