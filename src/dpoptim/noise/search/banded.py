@@ -86,75 +86,41 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
     )
 
     def closure() -> torch.Tensor:
-        error, slope = log_error(band.detach(), inverse)
-        band.grad = torch.where(inside, slope, 0.0)
+        error = log_error(torch.where(inside, band, 0.0), inverse)
+        (band.grad,) = torch.autograd.grad(error, band)
         return error
 
     threads = torch.get_num_threads()
     try:
         if bands < _ONE_THREAD_WIDTH:
             torch.set_num_threads(1)
-        with torch.no_grad():
-            search.step(closure)
+        search.step(closure)
     finally:
         torch.set_num_threads(threads)
     found = band.detach()
     return np.asarray((found / found.norm(dim=0)).numpy(), dtype=np.float64)
 
 
-def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ln ‖AC⁻¹‖_F² of the column-normalized C, and its gradient in the diagonals before normalizing.
+def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return ln ‖AC⁻¹‖_F² of the column-normalized C.
 
     `inverse` holds the diagonals of A⁻¹. AC⁻¹ is the inverse of L = CA⁻¹, which has one or two bands more than C.
-    In blocks as wide as that band, L_k on the diagonal and M_k to its left, with R_k = (L⁻¹L⁻ᵀ)_{k,k} and
-    f = Σ_k tr R_k:
+    In blocks as wide as that band, L_k on the diagonal and M_k to its left, with R_k = (L⁻¹L⁻ᵀ)_{k,k}, the square is
+    Σ_k tr R_k:
 
-        Q_k = 1 + M_k R_{k-1} M_kᵀ      R_k = L_k⁻¹ Q_k L_k⁻ᵀ                       forward
-        U_k = L_k⁻ᵀ Γ_k L_k⁻¹           Γ_{k-1} = 1 + M_kᵀ U_k M_k                  backward
-        ∂f/∂L_k = -2 U_k Q_k L_k⁻ᵀ      ∂f/∂M_k = 2 U_k M_k R_{k-1}
+        R_k = L_k⁻¹ (1 + M_k R_{k-1} M_kᵀ) L_k⁻ᵀ
 
     All terms are sums of squares, so nothing cancels.
     """
-    bands, steps = diagonals.shape
-    norms = diagonals.norm(dim=0)
-    unit = diagonals / norms
-    product = times_banded(unit, inverse)
+    product = times_banded(diagonals / diagonals.norm(dim=0), inverse)
     width = max(len(product) - 1, 32)
     panels = column_panels(product, width=width)
     blocks, identity = len(panels), torch.eye(width, dtype=torch.float64)
     inverses = torch.linalg.solve_triangular(panels[:, :width], identity.expand(blocks, width, width), upper=False)
-    below = panels[:, width:]  # below[k] is M_{k+1}
-
-    error = -float(blocks * width - steps)  # removes the identity that pads the last block
-    inner, inners, carried = identity, [], []
-    for block in range(blocks):
-        half = inner @ inverses[block].mT
-        covariance = inverses[block] @ half
-        error += float(covariance.trace())
-        inners.append(half)
-        carried.append(below[block] @ covariance)
-        inner = identity + carried[block] @ below[block].mT
-
-    slope, outer = torch.zeros_like(panels), identity
-    for block in reversed(range(blocks)):
-        pull = inverses[block].mT @ outer @ inverses[block]
-        slope[block, :width] = -2 * pull @ inners[block]
-        if block > 0:
-            pulled = pull @ below[block - 1]
-            slope[block - 1, width:] = 2 * pull @ carried[block - 1]
-            outer = identity + below[block - 1].mT @ pulled
-
-    of_product = _diagonals_of(slope, lags=len(product), steps=steps) / error
-    of_unit = torch.zeros_like(unit)
-    for lag in range(min(len(inverse), steps)):  # the backward pass of times_banded
-        of_unit[:, lag:] += of_product[lag : lag + bands, : steps - lag] * inverse[lag, : steps - lag]
-    of_unit -= unit * (of_unit * unit).sum(dim=0)
-    return torch.tensor(error, dtype=torch.float64).log(), of_unit / norms
-
-
-def _diagonals_of(panels: torch.Tensor, *, lags: int, steps: int) -> torch.Tensor:
-    """Undo `column_panels`."""
-    blocks, _, width = panels.shape
-    columns = torch.arange(width)
-    found = panels[:, columns + torch.arange(lags)[:, None], columns]
-    return found.permute(1, 0, 2).reshape(lags, blocks * width)[:, :steps]
+    inner, traces = identity, []
+    for own, below in zip(inverses.unbind(), panels[:, width:].unbind(), strict=True):  # L_k⁻¹ and M_{k+1}
+        covariance = own @ inner @ own.mT
+        traces.append(covariance.trace())
+        inner = identity + below @ covariance @ below.mT
+    padding = blocks * width - diagonals.shape[1]  # the identity that fills the last block
+    return (torch.stack(traces).sum() - padding).log()
