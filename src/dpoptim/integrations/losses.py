@@ -118,7 +118,10 @@ class BatchLosses:
         if self.task == "causal-lm":
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
         elif self.task == "seq2seq-lm" and inputs.get("decoder_input_ids") is None:
-            inputs["decoder_input_ids"] = _shifted(model, labels)
+            shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
+            if shift is None:
+                raise ValueError("the batch and the model give no decoder_input_ids. Add them to the data.")
+            inputs["decoder_input_ids"] = shift(labels=labels)
         elif self.task == "masked-lm" and self.targets_only and places is None:
             labels, places = gathered(labels)
         return _of_tokens(self.task, model, inputs, labels, places, self.targets_only).losses
@@ -195,13 +198,6 @@ def _tasks_of(names: Iterable[str]) -> list[str]:
 
 def _config(model: nn.Module) -> Any:
     return getattr(without_peft(model), "config", None)
-
-
-def _shifted(model: nn.Module, labels: Tensor) -> Any:
-    shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
-    if shift is None:
-        raise ValueError("the batch has no decoder_input_ids, and the model cannot shift labels. Add them to the data.")
-    return shift(labels=labels)
 
 
 def gathered(labels: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
