@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
@@ -95,15 +96,6 @@ def _minimum(
 
 def _falling(ratios: Series) -> tuple[Series, _Pull]:
     """Return c_i = ratios_1 ··· ratios_i, which never increases, and the map of gradients in c to the ratios."""
-    tail = np.asarray(np.cumprod(ratios), dtype=np.float64)
-
-    def back(pull: Series) -> Series:
-        before = np.concatenate([[1.0], tail[:-1]])
-        onward = np.zeros(len(pull))  # Σ_{j ≥ i} pull_j·c_j/c_i, from the last to the first
-        total = 0.0
-        for at in reversed(range(len(pull))):
-            total = pull[at] + (ratios[at + 1] * total if at + 1 < len(pull) else 0.0)
-            onward[at] = total
-        return before * onward
-
-    return tail, back
+    at = torch.tensor(ratios, requires_grad=True)
+    tail = at.cumprod(0)
+    return tail.detach().numpy(), lambda pull: torch.autograd.grad(tail, at, torch.from_numpy(pull))[0].numpy()

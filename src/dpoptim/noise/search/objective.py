@@ -43,23 +43,19 @@ class SearchObjective:
         A change of c moves d = 1/c by -d²·δc. If g is the gradient of the error in d, its gradient in c is the
         correlation -Σ_i g_i (d²)_{i-j}.
         """
-        error, slope = self._error(noising_coefs)
-        energy, pull = self._energy(strategy_coefs)
-        by_error = -correlate(slope, multiply(noising_coefs, noising_coefs, self.steps))
-        return float(np.log(error) + np.log(energy)), by_error / error + pull / energy
+        value, by_noising, by_strategy = self._terms(strategy_coefs, noising_coefs)
+        return value, by_strategy - correlate(by_noising, multiply(noising_coefs, noising_coefs, self.steps))
 
     def by_noising(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
         """Return the value and its gradient in the coefficients of C⁻¹, both as float64 [steps]."""
-        error, slope = self._error(noising_coefs)
-        energy, pull = self._energy(strategy_coefs)
-        by_energy = -correlate(pull, multiply(strategy_coefs, strategy_coefs, self.steps))
-        return float(np.log(error) + np.log(energy)), slope / error + by_energy / energy
+        value, by_noising, by_strategy = self._terms(strategy_coefs, noising_coefs)
+        return value, by_noising - correlate(by_strategy, multiply(strategy_coefs, strategy_coefs, self.steps))
 
-    def _error(self, noising_coefs: Series) -> tuple[float, Series]:
-        return mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
-
-    def _energy(self, strategy_coefs: Series) -> tuple[float, Series]:
-        return participation_energy(strategy_coefs, self.max_participations, self.min_separation)
+    def _terms(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series, Series]:
+        """Return the value, the gradient of ln error² in d, and that of ln sensitivity² in c."""
+        error, slope = mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
+        energy, pull = participation_energy(strategy_coefs, self.max_participations, self.min_separation)
+        return float(np.log(error) + np.log(energy)), slope / error, pull / energy
 
 
 def lbfgs(value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, **options: Any) -> Any:
@@ -138,8 +134,5 @@ def _comb(series: Series, count: int, lag: int) -> Series:
 
 
 def correlate(a: Series, b: Series) -> Series:
-    """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a)), by FFT."""
-    from scipy import fft
-
-    size = fft.next_fast_len(2 * len(a), real=True)
-    return np.asarray(fft.irfft(fft.rfft(a, size) * np.conj(fft.rfft(b, size)), size)[: len(a)], dtype=np.float64)
+    """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a))."""
+    return multiply(a[::-1], b, len(a))[::-1]
