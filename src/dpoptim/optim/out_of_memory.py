@@ -81,10 +81,10 @@ def _advice(optimizer: PrivateOptimizer, doing: str) -> str:
                 f"step {mechanism.step}."
             )
         if remedies.clipping and optimizer.clipping_memory:
-            saved = _format(optimizer.clipping_memory)
+            saved = format_bytes(optimizer.clipping_memory)
             changes.append(f"{remedies.clipping} (saves up to {saved}, clips more slowly)")
     if remedies.noise and mechanism.noise_memory_bytes and not mechanism.noise_memory.on_host:
-        changes.append(f"{remedies.noise} (saves up to {_format(mechanism.noise_memory_bytes)})")
+        changes.append(f"{remedies.noise} (saves up to {format_bytes(mechanism.noise_memory_bytes)})")
     if remedies.fewer_parameters:
         changes.append(remedies.fewer_parameters)
     first, *others = changes or ["use a device with more memory"]
@@ -107,7 +107,7 @@ def _known_use(optimizer: PrivateOptimizer, setting: str, limit: int) -> str:
         each = sum(own.held_bytes for own in last.parameters) / last.examples
         each /= max(1, *(own.positions for own in last.parameters)) if by_token else 1
         found[f"gradient factors of {limit} {'tokens' if by_token else 'examples'} about"] = round(each * limit)
-    return ", ".join(f"{name} {_format(count)}" for name, count in found.items() if count)
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in found.items() if count)
 
 
 def state_bytes(optimizer: PrivateOptimizer) -> int:
@@ -123,8 +123,17 @@ def halved(setting: str, limit: int) -> int:
     return 0 if setting == "micro_batch_tokens" and limit < 128 else limit // 2
 
 
-def _format(count: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in decimal units, with three significant digits.
+
+    >>> format_bytes(0), format_bytes(2_228_047_360)
+    ('no memory', '2.23 GB')
+    """
+    if count == 0:
+        return "no memory"
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

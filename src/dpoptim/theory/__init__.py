@@ -1,8 +1,9 @@
 """The theory of private adaptive optimizers, as functions. They raise ValueError for arguments out of range."""
 
+from dpoptim.optim.out_of_memory import format_bytes
 from dpoptim.theory.adviser import Advice, Forecast, GradientSignal, advise
 from dpoptim.theory.gradient_probe import measure_signal
-from dpoptim.theory.noise_choice import Alternative, Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory.noise_choice import Alternative, Candidate, Choice, choose_noise
 from dpoptim.theory.regimes import (
     Signal,
     largest_dimension_bias_correction,

@@ -25,6 +25,7 @@ from dpoptim.noise import (
     Workload,
 )
 from dpoptim.noise.series import Series
+from dpoptim.optim.out_of_memory import format_bytes
 from dpoptim.privacy import Adjacency, CyclicPoisson, Poisson, PrivacyPlan, Sampling, Shuffled
 from dpoptim.privacy.accounting import describe_accountant
 
@@ -241,22 +242,6 @@ def _best(candidates: Sequence[Candidate], memory_budget: int) -> Choice:
             price = f"{format_bytes(other.memory_bytes)}, above the {budget} allowed"
         reason += f"; {other.name} has RMSE {other.rmse_mean:.4g}, but would take {price}"
     return dataclasses.replace(choice, reason=reason)
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes in decimal units, with three significant digits.
-
-    >>> format_bytes(0), format_bytes(2_228_047_360)
-    ('no memory', '2.23 GB')
-    """
-    if count == 0:
-        return "no memory"
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 @dataclass(frozen=True, kw_only=True)
