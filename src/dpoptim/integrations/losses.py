@@ -120,7 +120,9 @@ class BatchLosses:
         elif self.task == "seq2seq-lm" and inputs.get("decoder_input_ids") is None:
             shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
             if shift is None:
-                raise ValueError("the batch and the model give no decoder_input_ids. Add them to the data.")
+                raise ValueError(
+                    "the batch has no decoder_input_ids, and the model cannot shift labels. Add them to the data."
+                )
             inputs["decoder_input_ids"] = shift(labels=labels)
         elif self.task == "masked-lm" and self.targets_only and places is None:
             labels, places = gathered(labels)
