@@ -252,13 +252,17 @@ def fail() -> None:
         optimizer.step()
 
 
-if __name__ == "__main__":
+def main(folder: str, names: list[str], defined: dict[str, Any]) -> None:
+    """Run jobs and write what they return to FOLDER/RANK.pt."""
     warnings.simplefilter("ignore")
-    folder, *names = sys.argv[1:]
     found = {}
     for name in names:
         job, *given = name.split(":")
-        found[job] = globals()[job](*given)
+        found[job] = defined[job](*given)
     torch.save(found, Path(folder, f"{os.environ['RANK']}.pt"))
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:], globals())

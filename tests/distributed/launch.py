@@ -16,17 +16,23 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 180
 
 
-def run_jobs(count: int, *jobs: str) -> list[dict[str, Any]]:
-    """Run jobs one after the other, and return the results of each process by job."""
+def run_jobs(count: int, *jobs: str, module: str = "jobs") -> list[dict[str, Any]]:
+    """Run jobs of a module one after the other, and return the results of each process by job."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         common = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-        command = [sys.executable, "-m", "tests.distributed.jobs", folder, *jobs]
+        command = [sys.executable, "-m", f"tests.distributed.{module}", folder, *jobs]
         started = [
-            subprocess.Popen(command, env={**common, "RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for rank in range(count)
         ]
         try:

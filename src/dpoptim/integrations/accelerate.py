@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dpoptim.data import PrivateLoader
 from dpoptim.optim import PrivateOptimizer
@@ -51,20 +53,31 @@ def prepare_accelerate(
         )
     check_accelerator(accelerator)
     for other in others:
+        if isinstance(other, LRScheduler) and accelerator.num_processes > 1:
+            raise ValueError(
+                "a scheduler that Accelerate prepares takes one step per process. Do not prepare it: call its step() "
+                "after optimizer.step()."
+            )
         if isinstance(other, PrivateLoader) or hasattr(other, "batch_sampler"):
             raise ValueError(
                 f"a {type(other).__name__} must not be prepared here. Iterate over the private loader itself."
             )
+    keep_whole_models(accelerator)
     return tuple(accelerator.prepare(model, optimizer, *others))
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse an Accelerator with several processes or a distributed backend, or one that scales the loss."""
+    """Refuse an Accelerator that splits the model or scales the loss."""
     backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or backend in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+    if backend in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP"):
         raise ValueError(
-            f"num_processes={accelerator.num_processes}, distributed_type={backend}: private training runs in one "
-            "process. Start the script with python."
+            f"distributed_type={backend}: private training has a whole model in each process. Choose multi-GPU or "
+            "multi-CPU in `accelerate config`."
         )
     if accelerator.scaler is not None:
         raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
+
+
+def keep_whole_models(accelerator: Any) -> None:
+    """Let `accelerator.prepare` leave models unwrapped, because the optimizer adds up the gradients of processes."""
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

@@ -37,7 +37,7 @@ class PrivacyArguments:
     """The privacy settings of a `PrivateTrainer`; `HfArgumentParser` can parse them.
 
     Everything else comes from TrainingArguments. The expected batch size is
-    per_device_train_batch_size·gradient_accumulation_steps. Steps are max_steps, or ⌈num_train_epochs·examples/batch⌉.
+    per_device_train_batch_size·gradient_accumulation_steps, times the number of processes. Steps are max_steps, or ⌈num_train_epochs·examples/batch⌉.
 
     Args:
         epsilon: The ε to calibrate the noise to. Give this or `noise_multiplier`.
@@ -96,8 +96,8 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
             f"num_examples=None, but {privacy.adjacency} makes the real size private. Declare a public one."
         )
     size = privacy.num_examples or examples
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    check_at_most("per_device_train_batch_size·gradient_accumulation_steps", batch_size, "num_examples", size)
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    check_at_most("per_device_train_batch_size·gradient_accumulation_steps·processes", batch_size, "num_examples", size)
     clip_norm = privacy.clip_norm
     if clip_norm is None:
         if not args.max_grad_norm:
@@ -151,9 +151,9 @@ def optimizer_for(
     )
 
 
-def remedies_for(micro_batch_size: int, plan: PrivacyPlan) -> Remedies:
+def remedies_for(micro_batch_size: int, plan: PrivacyPlan, processes: int) -> Remedies:
     """What saves memory: the next smaller micro-batch that divides the expected batch, or a different optimizer."""
-    most, batch = micro_batch_size // 2, plan.batch_size
+    most, batch = micro_batch_size // 2, plan.batch_size // processes
     size = next((size for size in range(min(most, batch), 0, -1) if batch % size == 0), 0)
     smaller = f"set per_device_train_batch_size={size} and gradient_accumulation_steps={batch // size}" if size else ""
     given = "and pass it with its plan: optimizers=(optimizer, None), plan=plan"

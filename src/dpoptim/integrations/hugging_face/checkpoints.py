@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpoptim.data.processes import Processes
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
@@ -31,7 +32,14 @@ class RunSecrets(NamedTuple):
 def run_secrets(
     privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None, checkpoint: str | None
 ) -> RunSecrets:
-    """Find the secrets of a checkpoint's run, or create those of a new run; a given optimizer keeps its key."""
+    """Find the secrets of a checkpoint's run, or create those of a new run; a given optimizer keeps its key.
+
+    Process 0 reads and writes the files, and sends the secrets to the others.
+    """
+    processes = Processes.current()
+    if processes.rank > 0:
+        name, secret, ledger_file = processes.from_first(None)
+        return RunSecrets(name=name, key=NoiseKey.from_bytes(secret), ledger_file=Path(ledger_file))
     output = Path(args.output_dir).resolve()
     folder = output.with_name(f"{output.name}.secret")
     file = None if privacy.key_file is None or optimizer is not None else Path(privacy.key_file)
@@ -53,7 +61,9 @@ def run_secrets(
         file = folder / f"{name}.key"
         if optimizer is None:
             key.save(file)
-    return RunSecrets(name=name, key=key, ledger_file=file.with_suffix(".steps"))
+    ledger_file = file.with_suffix(".steps")
+    processes.from_first((name, key._secret, str(ledger_file)))
+    return RunSecrets(name=name, key=key, ledger_file=ledger_file)
 
 
 def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from dpoptim.data.processes import check_alone
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
@@ -29,9 +28,8 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: sup
     ),
     "optim_args": ((None,), "is for other optimizers. Set betas and weight_decay in TrainingArguments."),
 }
-_ONE_PROCESS = {  # TrainingArguments for several processes or devices, and how to avoid them
-    "n_gpu": "Set CUDA_VISIBLE_DEVICES=0.",
-    "world_size": "Start the script with python, not torchrun.",
+_WHOLE_MODEL = {  # TrainingArguments that split a model or its batches, and how to avoid them
+    "n_gpu": "Start the script with torchrun, or set CUDA_VISIBLE_DEVICES=0.",
     "deepspeed": "Leave it out.",
     "fsdp": "Leave it out.",
     "parallelism_config": "Leave it out.",
@@ -45,11 +43,10 @@ _TRAINER_OPTIONS = {
 
 def private_arguments(args: Any) -> Any:
     """Refuse unsupported TrainingArguments, and return a copy for the stock training loop."""
-    check_alone("PrivateTrainer")
-    for option, fix in _ONE_PROCESS.items():
+    for option, fix in _WHOLE_MODEL.items():
         value = getattr(args, option, None)
         if value and value != 1:
-            raise ValueError(f"{option}={value!r}: private training runs in one process on one device. {fix}")
+            raise ValueError(f"{option}={value!r}: private training has a whole model on one device per process. {fix}")
     for option, (supported, why) in _SUPPORTED.items():
         value = getattr(args, option)
         value = getattr(value, "value", value)

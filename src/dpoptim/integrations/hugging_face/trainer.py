@@ -21,7 +21,7 @@ from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, 
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
-from dpoptim.integrations.accelerate import check_accelerator
+from dpoptim.integrations.accelerate import check_accelerator, keep_whole_models
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
@@ -51,8 +51,8 @@ class PrivateTrainer(transformers.Trainer):
         print(trainer.plan.statement())
 
     Each step releases the noisy sum of clipped per-example gradients, divided by the EXPECTED batch size
-    per_device_train_batch_size·gradient_accumulation_steps. At most per_device_train_batch_size examples are in memory
-    at once. A trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
+    per_device_train_batch_size·gradient_accumulation_steps·processes. At most per_device_train_batch_size examples are
+    in memory at once. A trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
 
     Args:
         model: The model to train.
@@ -101,6 +101,7 @@ class PrivateTrainer(transformers.Trainer):
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
         check_accelerator(self.accelerator)
+        keep_whole_models(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
@@ -322,7 +323,8 @@ class PrivateTrainer(transformers.Trainer):
             self.optimizer = self.private_optimizer
         assert self.private_optimizer is not None
         used = None if self._steps is None else self._steps.loader.micro_batch_size
-        self.private_optimizer.remedies = remedies_for(used or self.args.per_device_train_batch_size, self.plan)
+        size = used or self.args.per_device_train_batch_size
+        self.private_optimizer.remedies = remedies_for(size, self.plan, self.args.world_size)
         observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
@@ -409,9 +411,11 @@ class PrivateTrainer(transformers.Trainer):
         return prepared
 
     def _open_ledger(self, *, step: int | None) -> None:
-        """Record every step from here on before it is released; refuse a run that may not resume."""
+        """Record every step from here on before it is released, in process 0; refuse a run that may not resume."""
         optimizer = self.private_optimizer
         assert optimizer is not None
+        if self.args.process_index > 0:
+            return
         settings = trainer_settings(self.args, self.privacy)
         header = run_header(optimizer, settings=settings, data=self._data_digest)
         self._ledger = StepLedger.open(self._run_secrets().ledger_file, header, step=step)
@@ -419,9 +423,10 @@ class PrivateTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._steps is not None:
+        if self._steps is not None and self.args.should_save:
             state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
             Path(output_dir, LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
+        if self._steps is not None:
             self._steps.pause()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
