@@ -90,8 +90,7 @@ def test_loaders_and_stock_optimizers_are_refused():
     [
         ({"gradient_accumulation_steps": 4}, "micro_batch_size"),
         ({"scaler": object()}, "fp16"),
-        ({"num_processes": 2}, "one process"),
-        ({"distributed_type": "DEEPSPEED"}, "one process"),
+        ({"distributed_type": "DEEPSPEED"}, "a whole model in each process"),
     ],
 )
 def test_unsupported_settings_are_refused(settings, message):
