@@ -166,7 +166,7 @@ ledger-ignores-scale: The ledger of released steps does not notice a different s
 
 clip-factor-above-one: Short gradients are stretched to the clip norm: c/n instead of min(1, c/n).
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
-    - weights = (limit / norms).clamp(max=1.0)
+    - weights = (limit / norms).clamp_(max=1.0)
     + weights = limit / norms
 
 norms-in-bf16: Norms and sums of a 16-bit model are taken in 16 bits.
@@ -196,8 +196,13 @@ norm-without-scale: Gradients are clipped by their plain norm, while the noise i
 
 not-finite-counts: An example whose norm is not a number is not left out.
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
-    - is_kept = weights >= torch.finfo(torch.float32).tiny
-    + is_kept = ~(weights < torch.finfo(torch.float32).tiny)
+    - is_summed = weights >= torch.finfo(torch.float32).tiny
+    + is_summed = ~(weights < torch.finfo(torch.float32).tiny)
+
+graph-overwrites-a-release: A replay writes sums without noise into a gradient that an observer still holds.
+    in clipping/captured.py, found by clipping/test_captured_large.py -k still_held
+    - shape.run if shape.graph is None or memory.is_lent else
+    + shape.run if shape.graph is None else
 
 micro-batches-clipped-together: Example j of two micro-batches is clipped as one example.
     in clipping/engine.py, found by clipping/test_engine.py -k OneBatch

@@ -1,4 +1,4 @@
-"""Jobs with PrivateTrainer and Accelerate that run in each process: python -m tests.distributed.trainer_jobs FOLDER ..."""
+"""Jobs of PrivateTrainer and Accelerate, in each process: python -m tests.distributed.trainer_jobs FOLDER NAME ..."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
-from dpoptim.kernels.flat import FlatTensors, group_parameters
+from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
@@ -59,7 +59,8 @@ class ClippedSums:
         self.scale: Scale = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.with_squares = squares
-        self.saves_memory = len(group_parameters(self.parameters)) > 1  # at the cost of waiting for the device
+        self._empty = FlatTensors(self.parameters)
+        self.saves_memory = len(self._empty.names) > 1  # at the cost of waiting for the device
         self.clear_sums()
         self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
@@ -100,8 +101,8 @@ class ClippedSums:
     def clear_sums(self) -> None:
         """Drop everything summed since the last `take`."""
         self._unsettled: Callable[[], None] | None = None
-        self._sums = _Accumulator(self.parameters)
-        self._square_sums = _Accumulator(self.parameters) if self.with_squares else None
+        self._sums = _Accumulator(self._empty)
+        self._square_sums = _Accumulator(self._empty) if self.with_squares else None
         self.norms: list[Tensor] = []
 
     def _add(self, batch: PhysicalBatch) -> None:
@@ -171,7 +172,7 @@ class ClippedSums:
         """
         found, _ = self._clip(batch.gradients, scale, 1)
         self._remember_norm_methods(batch)
-        sums = _Accumulator(self.parameters, into)
+        sums = _Accumulator(self._empty, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
         return found
@@ -283,14 +284,14 @@ def _rows_to_recompute(found: ClipResult, needs_recompute: Tensor) -> Callable[[
 class _Accumulator:
     """Sums by parameter in flat storage; parameters that received nothing are 0 when the sums are taken."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
-        self._parameters = parameters
+    def __init__(self, empty: FlatTensors, sums: FlatTensors | None = None) -> None:
+        self._empty = empty
         self._sums = sums  # storage; existing contents are overwritten
         self._begun: set[str] = set()
 
     def _target(self, name: str) -> Tensor:
         if self._sums is None:
-            self._sums = FlatTensors(self._parameters)
+            self._sums = self._empty.unallocated()
         return self._sums[name]
 
     def add(self, name: str, value: Tensor) -> None:
@@ -312,14 +313,15 @@ class _Accumulator:
 
     def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor, *, squared: bool = False) -> None:
         """Add Σ_j weights[j]·gradients[name][j] for all names, or the squares of the summands."""
-        kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
-        for name in gradients:
-            target = self._target(name)
-            kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
-        for (begun, dtype, _), names in kinds.items():
-            grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
-            norms.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
-            self._begun.update(names)
+        kinds: dict[tuple[bool, torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        for name, grads in gradients.items():
+            total = self._target(name)
+            same = kinds.setdefault((name in self._begun, total.dtype, total.device), ([], []))
+            same[0].append(grads)
+            same[1].append(total)
+        for (begun, dtype, _), (several, totals) in kinds.items():
+            norms.many_weighted_sums(several, weights.to(dtype), totals, add=begun, squared=squared)
+        self._begun.update(gradients)
 
     def copy(self) -> None:
         """Move the sums to new memory."""
@@ -336,7 +338,7 @@ class _Accumulator:
         self._begun.update(sums)
 
     def taken(self) -> FlatTensors:
-        sums = FlatTensors(self._parameters) if self._sums is None else self._sums
+        sums = self._empty.unallocated() if self._sums is None else self._sums
         for name in sums.keys() - self._begun:
             sums[name].zero_()
         return sums

@@ -28,15 +28,15 @@ def clip_weights(
     if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
-    weights = (limit / norms).clamp(max=1.0)
-    is_kept = weights >= torch.finfo(torch.float32).tiny  # false for NaN
-    left_out, needs_recompute = ~is_kept, torch.zeros_like(is_kept)
-    if min_trusted_norm is not None:
-        is_trusted = min_trusted_norm <= norms
-        needs_recompute = is_kept & ~is_trusted
-        is_kept = is_kept & is_trusted
-    weights = torch.where(is_kept, weights, 0.0)
-    counts = torch.stack([norms > limit, left_out, needs_recompute]).sum(1)
+    weights = (limit / norms).clamp_(max=1.0)
+    is_kept = is_summed = weights >= torch.finfo(torch.float32).tiny  # false for NaN
+    if min_trusted_norm is None:
+        needs_recompute = torch.zeros_like(is_kept)
+    else:
+        is_summed = is_kept & (min_trusted_norm <= norms)
+        needs_recompute = is_kept ^ is_summed
+    weights = torch.where(is_summed, weights, 0.0)
+    counts = torch.stack([norms > limit, ~is_kept, needs_recompute]).sum(1)
     if factor != 1:
         norms, weights = norms * factor, weights * factor
     return ClipResult(norms.to(dtype), weights.to(dtype), needs_recompute, counts)

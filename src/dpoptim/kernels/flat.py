@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -45,11 +46,14 @@ class FlatTensors(Mapping[str, Tensor]):
         """
         self._parameters, self.names = parameters, group_parameters(parameters)
         self._place = {name: place for place, names in enumerate(self.names) for name in names}
-        self._vectors = [None if make is None else make(self._numel(names)) for names in self.names]
+        self._numels = [sum(parameters[name].numel() for name in names) for names in self.names]
+        self._vectors = [None if make is None else make(numel) for numel in self._numels]
         self._views: dict[str, Tensor] = {}
 
-    def _numel(self, names: list[str]) -> int:
-        return sum(self._parameters[name].numel() for name in names)
+    def _with(self, vectors: Sequence[Tensor | None]) -> FlatTensors:
+        found = copy.copy(self)
+        found._vectors, found._views = list(vectors), {}
+        return found
 
     @property
     def vectors(self) -> list[Tensor]:
@@ -58,15 +62,17 @@ class FlatTensors(Mapping[str, Tensor]):
     def _vector(self, place: int) -> Tensor:
         vector = self._vectors[place]
         if vector is None:
-            names = self.names[place]
-            numel, first = self._numel(names), self._parameters[names[0]]
-            vector = self._vectors[place] = first.new_empty(numel, dtype=wide_dtype(first.dtype))
+            first = self._parameters[self.names[place][0]]
+            vector = self._vectors[place] = first.new_empty(self._numels[place], dtype=wide_dtype(first.dtype))
         return vector
+
+    def unallocated(self) -> FlatTensors:
+        """Return new, uninitialized tensors for the same parameters."""
+        return self._with([None] * len(self.names))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """Return new tensors with `function` applied to each vector."""
-        vectors = map(function, self.vectors)
-        return FlatTensors(self._parameters, lambda numel: next(vectors))
+        return self._with([function(vector) for vector in self.vectors])
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._views:

@@ -66,5 +66,8 @@ def test_smaller_batches_resume_where_no_step_is_repeated(tmp_path, monkeypatch)
 
 
 def test_the_next_smaller_batch_divides_the_expected_one():
-    smaller = remedies_for(15, PrivacyPlan(num_examples=100, batch_size=60, steps=1)).smaller_batches
+    plan = PrivacyPlan(num_examples=100, batch_size=60, steps=1)
+    smaller = remedies_for(15, plan, processes=1).smaller_batches
     assert smaller == "set per_device_train_batch_size=6 and gradient_accumulation_steps=10"
+    smaller = remedies_for(15, plan, processes=2).smaller_batches
+    assert smaller == "set per_device_train_batch_size=6 and gradient_accumulation_steps=5"

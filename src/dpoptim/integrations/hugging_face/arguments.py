@@ -37,7 +37,8 @@ class PrivacyArguments:
     """The privacy settings of a `PrivateTrainer`; `HfArgumentParser` can parse them.
 
     Everything else comes from TrainingArguments. The expected batch size is
-    per_device_train_batch_size·gradient_accumulation_steps, times the number of processes. Steps are max_steps, or ⌈num_train_epochs·examples/batch⌉.
+    per_device_train_batch_size·gradient_accumulation_steps·processes. Steps are max_steps, or
+    ⌈num_train_epochs·examples/batch⌉.
 
     Args:
         epsilon: The ε to calibrate the noise to. Give this or `noise_multiplier`.
