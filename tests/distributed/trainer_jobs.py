@@ -15,7 +15,6 @@ from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from tests.distributed import jobs
 from tests.integrations.hugging_face import cases
 
-COUNT = int(os.environ["WORLD_SIZE"])
 EXACT = PrivacyArguments(noise_multiplier=0.0, clip_norm=0.5, variant="dp_sgd", sampling="shuffled", delta=1e-3)
 NOISY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)
 
@@ -23,7 +22,7 @@ NOISY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)
 def _trainer(folder: Path, privacy: PrivacyArguments, **changes: Any) -> PrivateTrainer:
     """Every step draws the whole dataset, so that without noise the result does not depend on the key."""
     records = cases.labelled()[:12]
-    split = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2 // COUNT}
+    split = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2 // int(os.environ["WORLD_SIZE"])}
     args = cases.training_args(folder, **split, **changes)
     return PrivateTrainer(
         model=cases.classifier(dropout=0.1 if privacy is NOISY else 0.0),
