@@ -56,6 +56,19 @@ def test_answer_comes_first(capsys, monkeypatch):
     assert "3 participations at least 830 steps apart" in text
 
 
+def test_cost_per_gpu(capsys):
+    asked = [*SMALL, "--parameters", "1e9", "--gpus", "4", "--noise-bits", "16"]
+    found = json.loads(printed(capsys, [*asked, "--json"]))["per_gpu"]
+    assert found["memory"] == sum(found[name] for name in ("weights", "optimizer", "sums", "noise"))
+    assert found["optimizer"] == 10 * 10**9  # two moments in float32, and the remainders of bf16 weights
+    assert (found["sent"], found["sent_without_privacy"]) == (6 * 10**9, 3 * 10**9)  # 2 · 3/4 · 4 or 2 bytes
+    text = printed(capsys, asked)
+    assert "Each of 4 GPUs" in text
+    assert "6 GB sent" in text
+    assert main([*SMALL, "--gpus", "0"]) == 2
+    assert "gpus" in capsys.readouterr().err
+
+
 def test_printed_plan_keeps_the_guarantee(capsys):
     change = ["--adjacency", "replace", "--epsilon", "4.99999996", "--delta", "1.23456789e-6"]
     (line,) = [line for line in printed(capsys, [*SMALL, *change]).splitlines() if "PrivacyPlan(" in line]

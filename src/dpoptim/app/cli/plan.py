@@ -9,6 +9,8 @@ examples:
   dpoptim plan ... --sampling poisson
       secret sampling: finds the number of bands that best balances correlation and amplification
   dpoptim plan ... --parameters 124M --memory-budget 2GB --plot plan.png
+  dpoptim plan ... --parameters 7e9 --gpus 64
+      also prints the memory per GPU and the bytes that each GPU sends per step
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from rich.console import Console
 from dpoptim.app.cli import options as shared
 from dpoptim.app.plot_style import new_figure
 from dpoptim.app.progress import ProgressReporter
+from dpoptim.arguments import check_whole
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
@@ -48,6 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_noise_memory(noise)
     noise.add_argument(
+        "--gpus", type=shared.count, metavar="N", help="print memory and communication with a whole model on each of N"
+    )
+    noise.add_argument(
         "--workload",
         type=_workload,
         default=PrefixSums(),
@@ -67,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the comparison as a table or as JSON, and draw it if asked."""
     plan = shared.uncalibrated_plan(options)
     shared.check_plot(options.plot)
+    if options.gpus is not None:
+        check_whole("gpus", options.gpus)
     with ProgressReporter(Console(stderr=True)) as progress:
         choice = choose_noise(
             plan,
@@ -119,6 +127,7 @@ def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
+        **({} if options.gpus is None else {"per_gpu": cost_per_gpu(choice.chosen, options.gpus)}),
         "mechanisms": [mechanism_values(candidate, delta=options.delta) for candidate in choice.candidates],
     }
 
@@ -147,6 +156,26 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     print(LEGEND)
     if len(shown) < len(choice.candidates):
         print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
+    if options.gpus is not None:
+        cost = {name: format_bytes(number) for name, number in cost_per_gpu(choice.chosen, options.gpus).items()}
+        print(
+            f"\nEach of {options.gpus:,} GPUs, with a whole model in bf16 and {choice.chosen.name}:\n"
+            f"  memory    {cost['memory']}: weights {cost['weights']}, optimizer {cost['optimizer']}, clipped sums "
+            f"{cost['sums']}, past noise {cost['noise']}; activations come on top\n"
+            f"  per step  {cost['sent']} sent to add up the clipped sums in float32; ordinary training sends "
+            f"{cost['sent_without_privacy']} of bf16 gradients"
+        )
+
+
+def cost_per_gpu(candidate: Candidate, gpus: int) -> dict[str, int]:
+    """Bytes that each GPU holds, and sends per step, if it has a whole model with bf16 weights and Adam.
+
+    A ring adds up n bytes on N devices by sending 2·(N−1)/N·n bytes from each. Noise is made on each GPU, not sent.
+    """
+    numel = candidate.parameters
+    held = {"weights": 2 * numel, "optimizer": 10 * numel, "sums": 4 * numel, "noise": candidate.memory_bytes}
+    sent = 2 * (gpus - 1) * numel // gpus
+    return {**held, "memory": sum(held.values()), "sent": 4 * sent, "sent_without_privacy": 2 * sent}
 
 
 def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
