@@ -1,4 +1,4 @@
-"""PrivateTrainer and loops under Accelerate in two processes."""
+"""PrivateTrainer, loops under Accelerate and `dpoptim train` in two processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ pytest.importorskip("accelerate")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return run_jobs(1, f"exact:{folder}", "own_loop", module="trainer_jobs")[0]
+    return run_jobs(1, f"exact:{folder}", "own_loop", f"command:{folder}", module="trainer_jobs")[0]
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     exact, noisy = tmp_path_factory.mktemp("exact"), tmp_path_factory.mktemp("noisy")
-    return run_jobs(2, f"exact:{exact}", f"paused:{noisy}", "loop", module="trainer_jobs")
+    command = tmp_path_factory.mktemp("command")
+    return run_jobs(2, f"exact:{exact}", f"paused:{noisy}", "loop", f"command:{command}", module="trainer_jobs")
 
 
 def test_two_processes_train_as_one_does(alone, both):
@@ -52,3 +53,13 @@ def test_a_loop_under_accelerate(alone, both):
         assert found["loop"]["kind"] == "Sequential"  # not wrapped
         assert "one step per process" in found["loop"]["scheduler"]
         torch.testing.assert_close(found["loop"]["weights"], alone["own_loop"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_line(alone, both):
+    """Noise and batches are those of one process; a run that is stopped in process 0 stops and resumes in both."""
+    for found in both:
+        torch.testing.assert_close(found["command"]["whole"], alone["command"]["whole"], rtol=1e-4, atol=1e-5)
+        assert torch.equal(found["command"]["paused"], found["command"]["whole"])
+    assert both[0]["command"]["summaries"] == ["finished", "finished"]
+    assert both[1]["command"]["summaries"] == [None, None]
+    assert both[0]["command"]["logged"] == alone["command"]["logged"]

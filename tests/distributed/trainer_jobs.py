@@ -1,8 +1,9 @@
-"""Jobs of PrivateTrainer and Accelerate, in each process: python -m tests.distributed.trainer_jobs FOLDER NAME ..."""
+"""Jobs of trainers in each process: python -m tests.distributed.trainer_jobs FOLDER NAME[:ARGUMENT] ..."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,14 @@ from typing import Any
 import accelerate
 import torch
 
+from dpoptim import app
+from dpoptim.app.progress import ProgressReporter
+from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.app.runs.run_log import read_log
+from dpoptim.data.processes import Processes
 from dpoptim.integrations.accelerate import prepare_accelerate
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
+from dpoptim.noise import NoiseKey
 from tests.distributed import jobs
 from tests.integrations.hugging_face import cases
 
@@ -80,6 +87,43 @@ def own_loop() -> Any:
     model, optimizer, loader = jobs.started(jobs.plan_of())
     jobs.train(model, optimizer, loader, jobs.STEPS)
     return jobs.weights(model)
+
+
+class _StopsAfter(ProgressReporter):
+    """Presses Ctrl-C in process 0 after a step."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self._last = last
+
+    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
+        if step == self._last and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def command(folder: str) -> dict[str, Any]:
+    """`dpoptim train` without a pause, and stopped after three of six steps and resumed."""
+    NoiseKey.generate = classmethod(lambda cls: cls.from_bytes(bytes(32)))  # type: ignore[method-assign, assignment]
+    os.urandom = bytes
+    data = Path(folder, "table.csv")
+    if os.environ["RANK"] == "0":
+        data.write_text("a,b,label\n" + "".join(f"{i % 7},{i % 5},{i % 2}\n" for i in range(80)))
+    Processes.current().from_first(None)  # waits for the file
+    recipe = Recipe(
+        model="mlp", data=str(data), label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
+        sampling="poisson", noise="independent", checkpoint_every=100, micro_batch_size=4,
+    )  # fmt: skip
+    whole, paused = Path(folder, "whole"), Path(folder, "paused")
+    first = app.train(recipe, whole)
+    app.train(recipe, paused, progress=_StopsAfter(3))
+    last = app.resume(paused)
+    Processes.current().from_first(None)  # waits for the files
+    return {
+        "whole": jobs.weights(app.load_trained(whole)),
+        "paused": jobs.weights(app.load_trained(paused)),
+        "summaries": [found.get("reason") for found in (first, last)],
+        "logged": [entry["step"] for entry in read_log(paused / "log.jsonl") if entry["kind"] == "step"],
+    }
 
 
 if __name__ == "__main__":

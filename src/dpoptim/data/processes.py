@@ -57,9 +57,9 @@ class Processes:
 
     def shared_key(self, key: NoiseKey | None) -> NoiseKey:
         """Return the given key, or a new one that all processes share."""
-        if key is not None:
-            return key
-        return NoiseKey.from_bytes(self.from_first(os.urandom(32) if self.rank == 0 else None))
+        if key is not None or self.count == 1:
+            return key or NoiseKey.generate()
+        return NoiseKey.from_bytes(self.from_first(NoiseKey.generate()._secret))
 
     def begin(self, model: nn.Module, values: Mapping[str, Any]) -> None:
         """Refuse processes that differ in values, versions or models; all start with the weights of process 0."""

@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,9 @@ def run(options: argparse.Namespace) -> int:
     names = {field.name for field in dataclasses.fields(Recipe)}
     over = {name: value for name, value in vars(options).items() if name in names and value is not None}
     silence_libraries()
+    is_first = int(os.environ.get("RANK", "0")) == 0  # of torchrun's processes
     console = Console(stderr=True)
-    progress = ProgressReporter(console)
+    progress = ProgressReporter(console if is_first else None)
     if options.resume is not None:
         return _resume(options, over, progress)
     if options.recipe is None and not over.keys() - {"seed", "epsilon", "delta"}:
@@ -87,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
 
     name = re.sub("[^A-Za-z0-9.-]+", "-", Path(recipe.model).name) or "model"
     directory = options.run_dir or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    return _report(train(recipe, directory, progress=progress), options)
+    summary = train(recipe, directory, progress=progress)
+    return _report(summary, options) if is_first else 0
 
 
 def _resume(options: argparse.Namespace, over: dict[str, Any], progress: ProgressReporter) -> int:
@@ -103,6 +106,8 @@ def _resume(options: argparse.Namespace, over: dict[str, Any], progress: Progres
         raise ValueError(f"{options.resume} is a comparison; resume it with the `dpoptim compare` command that made it")
     was_finished = last_reason(Path(options.resume).expanduser()) == "finished"
     summary = resume(options.resume, **over, progress=progress)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0
     if was_finished:
         say(f"already finished: all {summary['steps']} steps were taken")
     return _report(summary, options)

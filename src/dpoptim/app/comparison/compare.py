@@ -30,6 +30,7 @@ from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints
 from dpoptim.app.runs.run_log import DIVERGED, Diverged, RunHistory, last_reason
 from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of, shared_count
+from dpoptim.data.processes import check_alone
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.composition import calibrate_runs
 
@@ -55,6 +56,7 @@ def compare(request: Request, folder: str | Path, *, progress: ProgressReporter 
     Guarantee: all compared runs have the same (ε, δ), sampling, batch size, steps and noise, and each has its own noise
     key. The result states ε of one run, of one run with its tuning, and of everything together.
     """
+    check_alone("dpoptim compare")
     progress = progress or ProgressReporter()
     folder = Path(folder).expanduser()
     base = _base_recipe(request, folder, progress)

@@ -24,6 +24,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.report.page import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
+from dpoptim.data.processes import check_alone
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.integrations.optional import require
 from dpoptim.privacy.statement import format_epsilon
@@ -58,6 +59,7 @@ METHODS = {
 def main(*, json_wanted: bool, quick: bool, console: Console, keep: str | None = None, **over: Any) -> int:
     """Run the demonstration into the folder `keep`, print a table or JSON, and return the exit code."""
     require("transformers", "the demonstration")
+    check_alone("the demonstration")
     size = QUICK if quick else FULL
     settings: dict[str, Any] = {"epsilon": 8.0, "delta": 1e-5, "seed": 0, **over}
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,9 @@ def default_learning_rate(recipe: Recipe) -> float:
 def chosen_device(name: str) -> torch.device:
     """The device of a recipe; "auto" is the GPU if there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto" and gpus and "LOCAL_RANK" in os.environ:  # one GPU for each process of torchrun
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
         return torch.device("cuda" if gpus else "cpu")
     with contextlib.suppress(RuntimeError):

@@ -14,6 +14,7 @@ from dpoptim.app.models.prepared import random_batch
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
+from dpoptim.data.processes import check_alone
 from dpoptim.optim.out_of_memory import RUNNING, advising, state_bytes
 
 
@@ -36,6 +37,7 @@ class Estimate:
 
 def estimate(setup: RunSetup) -> Estimate:
     """Measure a private step on random examples; it changes the model, so `setup` cannot be used afterwards."""
+    check_alone("--dry-run")
     prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
     optimizer = optimizer_of(setup.recipe, setup.model, plan, external_batches=True)

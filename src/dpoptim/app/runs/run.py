@@ -32,7 +32,7 @@ from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
 from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, last_reason, read_log
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
-from dpoptim.data.processes import check_alone
+from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
@@ -56,7 +56,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         progress: Shows the run. Defaults to silence.
 
     Returns:
-        The summary, which is also in summary.json.
+        The summary, which is also in summary.json. Under torchrun, only process 0 returns it and writes files.
 
     Raises:
         ValueError: Something is wrong with the input; the directory is not made then.
@@ -65,15 +65,18 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
     Guarantee: the whole run satisfies statement.txt. Scores on held-out records, and what `debug` logs, are outside of
     it.
     """
-    check_alone("dpoptim train")
+    processes = Processes.current()
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
-    place.check_new()
+    if processes.rank == 0:
+        place.check_new()
     with progress:
         setup = prepare_run(recipe, stage=progress.stage)
+        key = processes.shared_key(None)
+        if processes.rank > 0:
+            return _follow(setup, key, processes)
         for line in setup.messages:
             progress.note(line)
-        key = NoiseKey.generate()
         place.create(setup.recipe, setup.plan, key)
         try:
             return _run(setup, place, progress, key)
@@ -112,7 +115,7 @@ def resume(
 
     Guarantee: a released step is released again with exactly the same content or not at all.
     """
-    check_alone("dpoptim train")
+    processes = Processes.current()
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished":
@@ -130,16 +133,33 @@ def resume(
                     f"{name}={value} would change the rounding of step {saved + 1}, which was released after the last "
                     f"checkpoint. Resume without it, stop with Ctrl-C after step {released}, and change it then."
                 )
-            write_text(place.recipe_file, recipe.to_toml())  # later sessions must repeat the same sums
+            if processes.rank == 0:
+                write_text(place.recipe_file, recipe.to_toml())  # later sessions must repeat the same sums
         recipe = recipe if device is None else recipe.replace(device=device)
         setup = prepare_run(recipe, plan=plan, stage=progress.stage)
+        if processes.rank > 0:
+            return _follow(setup, key, processes)
         return _run(setup, place, progress, key)
+
+
+def _follow(setup: RunSetup, key: NoiseKey, processes: Processes) -> dict[str, Any]:
+    """Take the steps of a run that process 0 logs, evaluates, saves and stops; return no summary."""
+    digest = training_digest(setup.prepared, key)
+    with contextlib.closing(Loop(setup, key, digest=digest)) as loop, stopping_between_steps():  # it stops all
+        found = processes.from_first(None)
+        if found is not None:
+            loop.load_state_dict(load_checkpoint(Path(found)))
+        for _ in loop:
+            if processes.from_first(None):
+                break
+    return {}
 
 
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
     progress.stage("taking digests of the records")
     with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
+        Processes.current().from_first(str(found[-1].resolve()) if found else None)
         if found:
             loop.load_state_dict(load_checkpoint(found[-1]))
         step = loop.step if found else None
@@ -191,6 +211,7 @@ class _Run:
                 self.progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 evaluates = last or loop.step % recipe.evaluate_every == 0
                 stops = not last and self.stop.signal is not None  # read once: it may change at any moment
+                Processes.current().from_first(stops)
                 saves = last or stops or loop.step % recipe.checkpoint_every == 0
                 if is_logged or evaluates or saves:
                     self._check_finite(finite_at)

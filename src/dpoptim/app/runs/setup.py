@@ -152,7 +152,7 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
     """Try optimizer and loss on random examples; return the plan with the optimizer's release."""
     setup.model.train()
     try:
-        optimizer = optimizer_of(setup.recipe, setup.model, setup.plan, external_batches=True)
+        optimizer = optimizer_of(setup.recipe, setup.model, setup.plan)
         optimizer.detach()
         longest = setup.prepared.max_length or 8
         batch = random_batch(setup.prepared, [min(longest, length) for length in (8, 5, 3)])
