@@ -159,8 +159,8 @@ step-released-twice: A step that was released before is released again with diff
 
 ledger-ignores-scale: The ledger of released steps does not notice a different scale.
     in clipping/mechanism.py, found by privacy/test_step_ledger.py -k "scale or repeated"
-    - elif scale is not None:
-    + elif False:
+    - return [flatten([scale[name] for name in names], dtype) for names, dtype in found], []
+    + return [], []
 
 # clipping
 
@@ -288,6 +288,11 @@ noise-from-each-process: Each process has noise of its own, which differs betwee
     in clipping/mechanism.py, found by distributed/test_processes.py -k bits
     - key, parameters = self.key.for_run(run_id), self._sums.parameters
     + key, parameters = self.key.for_run(f"{run_id} {self.processes.rank}"), self._sums.parameters
+
+scales-differ: Processes that clip by different scales add up their sums.
+    in clipping/mechanism.py, found by distributed/test_processes.py -k disagree
+    - common = [self.step, int(self._run_fingerprint[:15], 16), self._scale_code()]
+    + common = [self.step, int(self._run_fingerprint[:15], 16)]
 
 noise-divided: The noise is divided by the square root of the number of processes.
     in clipping/mechanism.py, found by distributed/test_processes.py -k bits

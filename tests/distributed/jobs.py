@@ -144,7 +144,8 @@ def defaults() -> dict[str, Any]:
 def disagree() -> dict[str, str]:
     """Process 1 differs in one thing after the other; return the errors."""
     found = {}
-    for what in ("data", "order", "plan", "model", "key", "lr", "step", "wrapped", "external", "nothing"):
+    differences = "data", "order", "plan", "model", "key", "lr", "scale", "decay", "step", "moment"
+    for what in (*differences, "wrapped", "external", "nothing"):
         found[what] = "no error"
         try:
             _differ_in(what if int(os.environ["RANK"]) == 1 or what in ("wrapped", "external") else "")
@@ -165,8 +166,20 @@ def _differ_in(what: str) -> None:
         model = nn.parallel.DistributedDataParallel(model)
     key = dpoptim.NoiseKey.from_bytes(bytes([1 if what == "key" else 0] * 32))
     lr, external = 2e-2 if what == "lr" else 1e-2, what == "external"
-    optimizer = dpoptim.scale_then_privatize(model, plan, lr, key=key, external_batches=external)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1 if what == "decay" else 0.0}]
+    optimizer = dpoptim.scale_then_privatize(
+        model,
+        plan,
+        lr,
+        eps_scale=1e-4 if what == "scale" else 1e-3,
+        param_groups=groups,
+        key=key,
+        external_batches=external,
+    )
     optimizer.mechanism.step = int(what == "step")
+    if what == "moment":
+        optimizer.state[next(model.parameters())]["second_moment"] += 1
+        optimizer._set_scale()
     optimizer.mechanism.privatize()
 
 
@@ -190,6 +203,32 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
     if int(os.environ["RANK"]) == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
         torch.save(state, file)
+    return weights(model)
+
+
+def loaded_twice(file: str) -> str:
+    """Load a state of a different number of processes, and then the optimizer's own, as Accelerate does."""
+    model, optimizer, loader = started(plan_of("BandMF"))
+    optimizer.load_state_dict(torch.load(file, weights_only=False)["optimizer"])
+    optimizer.load_state_dict(optimizer.state_dict())
+    try:
+        loader.load_state_dict(torch.load(file, weights_only=False)["loader"])
+        train(model, optimizer, loader, 20)
+    except ValueError as error:
+        return str(error)
+    return "released"
+
+
+def public() -> Tensor:
+    """Scale by gradients of public data that differ between processes."""
+    model, plan = model_of(), plan_of()
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: torch.full_like(p, 1.0 + int(os.environ["RANK"])) for name, p in model.named_parameters()}
+
+    loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
+    optimizer = dpoptim.adadps(model, plan, 1e-2, public_gradients=gradients, renew_every=1, key=KEY, run_id="a")
+    train(model, optimizer, loader, 3)
     return weights(model)
 
 

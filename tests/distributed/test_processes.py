@@ -29,7 +29,7 @@ def alone(case):
 def results(case):
     """What each process finds, by job."""
     count, which = case
-    others = "small_shares", "one_record", "defaults", "disagree", "ledger"
+    others = "small_shares", "one_record", "defaults", "disagree", "ledger", "public"
     return run_jobs(count, f"variants:{which}", "noise_alone", *others)
 
 
@@ -83,7 +83,10 @@ def test_processes_that_disagree_are_refused(results):
         "model": "the model of process 1 differs",
         "key": "the noise key of process 1 differs",
         "lr": "lr or another setting of process 1 differs",
-        "step": "different steps",
+        "scale": "the variant of process 1 differs",
+        "decay": "lr or another setting of process 1 differs",
+        "step": "differ in step, run or scale",
+        "moment": "differ in step, run or scale",
         "wrapped": "DistributedDataParallel combines gradients itself",
         "external": "external_batches=True runs in one process",
         "nothing": "no error",
@@ -91,6 +94,10 @@ def test_processes_that_disagree_are_refused(results):
     for found in results:
         for what, words in expected.items():
             assert words in found["disagree"][what]
+
+
+def test_public_gradients_are_those_of_the_first_process(results):
+    assert all(torch.equal(found["public"], results[0]["public"]) for found in results)
 
 
 def test_a_step_is_not_released_again_with_different_gradients(results):
@@ -113,6 +120,8 @@ def test_a_changed_number_of_processes_needs_a_ledger(tmp_path):
     run_jobs(2, f"resume:{tmp_path / 'run.pt'}:7:no")
     (found,) = run_jobs(1, f"resume:{tmp_path / 'run.pt'}:14:no")
     assert "needs the run's step ledger" in found["resume"]
+    (found,) = run_jobs(1, f"loaded_twice:{tmp_path / 'run.pt'}")
+    assert "needs the run's step ledger" in found["loaded_twice"]
 
 
 @pytest.mark.slow

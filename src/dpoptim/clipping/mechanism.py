@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import torch
@@ -91,7 +92,7 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
         )
         self._sums.engine.attach()
-        self._needs_ledger = False  # resumed with a different number of processes, whose sums round differently
+        self._last_processes = self.processes.count  # that took the last step; other numbers round sums differently
         self.before_step: Callable[[int, bytes], None] | None = None
         """Called before noise is added, with the step and the `_content` of the release."""
         # Batches and their tickets from a private_loader:
@@ -145,7 +146,7 @@ class PrivateMechanism:
         return {
             "run_id": self.run_id,
             "step": self.step,
-            "processes": self.processes.count,
+            "processes": self._last_processes,
             "loader_key_fingerprint": self.loader_key_fingerprint,
             "noise_bits": self.noise_memory.bits,
             "strategies": {stream: strategy_state(strategy) for stream, strategy in self._strategies.items()},
@@ -180,7 +181,7 @@ class PrivateMechanism:
         self._set_strategies(strategies)
         self._begin_run(run_id)
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
-        self._needs_ledger = state["processes"] != self.processes.count
+        self._last_processes = state["processes"]
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -299,9 +300,10 @@ class PrivateMechanism:
         self._check_ready()
         self._sums.engine.flush()
         device, own = next(iter(self._sums.parameters.values())).device, self._sums.examples - self._at_last_release
-        examples = self.processes.total(own, [self.step, int(self._run_fingerprint[:15], 16)], device)
+        common = [self.step, int(self._run_fingerprint[:15], 16), self._scale_code()]
+        examples = self.processes.total(own, common, device)
         if examples is None:
-            self._refuse_batch("the processes are at different steps or runs. Load the same state_dict in all of them")
+            self._refuse_batch("the processes differ in step, run or scale. Load the same state_dict in all of them")
         most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
@@ -317,28 +319,44 @@ class PrivateMechanism:
         def record() -> None:
             if self.before_step is not None:
                 self.before_step(self.step, self._content(sums, square_sums, bound))
-            elif self._needs_ledger:
+            elif self._last_processes != self.processes.count:
                 raise ValueError("a run with a different number of processes than before needs the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         self.step += 1
+        self._last_processes = self.processes.count
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
-        settings: list[object] = []
-        if isinstance(scale := self.scale, ComputedScale):  # a function of these moments, names and settings
-            vectors += [whole.moment for whole in scale.wholes]
-            settings = [list(scale), *(whole.settings for whole in scale.wholes)]
-        elif scale is not None:
-            for names, vector in zip(sums.names, sums.vectors, strict=True):
-                vectors.append(flatten([scale[name] for name in names], vector.dtype))
+        own, settings = self._describe_scale(sums.names)
         levels = sorted(self._stddevs.items())
-        return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} ".encode() + checksums(vectors)
+        header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} "
+        return header.encode() + checksums([*vectors, *own])
+
+    def _describe_scale(self, groups: list[list[str]]) -> tuple[list[Tensor], list[object]]:
+        """Return vectors and values that decide the scale."""
+        scale = self.scale
+        if isinstance(scale, ComputedScale):  # a function of these moments, names and settings
+            moments = [whole.moment for whole in scale.wholes]
+            return moments, [list(scale), *(whole.settings for whole in scale.wholes)]
+        if scale is None:
+            return [], []
+        dtypes = [wide_dtype(self._sums.parameters[names[0]].dtype) for names in groups]
+        found = zip(groups, dtypes, strict=True)
+        return [flatten([scale[name] for name in names], dtype) for names, dtype in found], []
+
+    def _scale_code(self) -> int:
+        """Return a number that tells processes with different scales apart: each clips by its own scale."""
+        if self.processes.count == 1:
+            return 0
+        vectors, settings = self._describe_scale(group_parameters(self._sums.parameters))
+        described = repr(settings).encode() + checksums(vectors)
+        return int.from_bytes(blake2b(described, digest_size=7).digest(), "little")
 
     def _report_nonfinite(self) -> None:
         """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private."""

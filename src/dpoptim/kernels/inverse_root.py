@@ -78,17 +78,21 @@ class ComputedScale(Mapping[str, Tensor]):
 
     def reading(self, numbers: Tensor) -> ComputedScale:
         """Return the same scale for a graph, which reads `numbers()` at a fixed address at every run."""
+        self._check_moments()
         pairs = zip(self.wholes, numbers, self._parts, strict=True)
         return ComputedScale([(replace(whole, factor=two[0], floor=two[1]), moments) for whole, two, moments in pairs])
 
     def lazy(self, name: str) -> LazyInverseRoot:
         """Return the scale of a parameter, not computed yet."""
+        self._check_moments()
+        number = self._part_of[name]
+        return replace(self.wholes[number], moment=self._parts[number][name])
+
+    def _check_moments(self) -> None:
         if self._versions != [whole.moment._version for whole in self.wholes]:
             raise ValueError(
                 "the second moment, which sets the scale, was changed between two steps. Use load_state_dict() instead"
             )
-        number = self._part_of[name]
-        return replace(self.wholes[number], moment=self._parts[number][name])
 
     def reader(self) -> Callable[[str], Tensor]:
         """Return a function that reads scales and computes a part at once, for reads in the order of the parts."""

@@ -115,7 +115,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if external_batches and self.mechanism.processes.count > 1:
             raise ValueError("external_batches=True runs in one process for now. Use private_loader")
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
-        self.mechanism.processes.agree({"the variant": self._variant(), "lr or another setting": self.defaults})
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        variant = [_settings_of(part) for part in (rule, geometry, second_moment)]
+        self.mechanism.processes.agree({"the variant": variant, "lr or another setting": groups})
         self.observers: list[Callable[[Released], None]] = []
         self.remedies = Remedies()
         self.clipping_memory, self.parameter_bytes = clipping_memory, sum(p.nbytes for p in model.parameters())
@@ -336,6 +338,12 @@ def _checked_groups(names: dict[nn.Parameter, str], groups: Iterable[dict[str, A
             "requires_grad_(False)."
         )
     return groups
+
+
+def _settings_of(part: object) -> dict[str, object]:
+    """The class of a part and its numbers, to compare them between processes."""
+    numbers = {name: value for name, value in vars(part).items() if isinstance(value, int | float | str | None)}
+    return {"class": type(part).__name__, **numbers}
 
 
 def check_plan(plan: object) -> None:

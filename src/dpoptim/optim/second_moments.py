@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.clipping import Released
+from dpoptim.data.processes import Processes
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 
@@ -91,7 +92,10 @@ class OfScale(SecondMoment):
 
 
 class CachedPublicGradients:
-    """Calls `gradients` once per step, with autograd enabled (`optimizer.step()` disables it)."""
+    """Calls `gradients` once per step, with autograd enabled (`optimizer.step()` disables it).
+
+    All processes use the gradients of process 0, since their public batches may differ.
+    """
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._gradients = gradients
@@ -107,7 +111,8 @@ class CachedPublicGradients:
                     raise ValueError(
                         f"public_gradients gave None for '{name}'. Compute them inside `with dpoptim.public_data():`."
                     )
-            self._latest, self._step = {name: value.detach() for name, value in latest.items()}, step
+            self._latest, self._step = {name: value.detach().contiguous() for name, value in latest.items()}, step
+            Processes.current().copy_from_first(self._latest.values())
         return self._latest
 
 

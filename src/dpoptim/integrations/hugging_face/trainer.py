@@ -414,9 +414,10 @@ class PrivateTrainer(transformers.Trainer):
         """Record every step from here on before it is released, in process 0; refuse a run that may not resume."""
         optimizer = self.private_optimizer
         assert optimizer is not None
+        settings = trainer_settings(self.args, self.privacy)
+        optimizer.mechanism.processes.agree({"a setting": {**settings, "seed": None}})
         if self.args.process_index > 0:
             return
-        settings = trainer_settings(self.args, self.privacy)
         header = run_header(optimizer, settings=settings, data=self._data_digest)
         self._ledger = StepLedger.open(self._run_secrets().ledger_file, header, step=step)
         optimizer.mechanism.before_step = self._ledger.before_step
