@@ -10,8 +10,9 @@ may take 1.2 times (flat) or 1.35 times (scaled) as long as a step without priva
 least 1.3 times as long as flat. The exit status is 1 if a limit is missed. With --separate, each method is also timed
 in a separate process, where memory left by the other methods has no effect; the limits do not apply there.
 
-On ARM, PyTorch's allocator returns freed memory to the system after 10 ms, and whichever method runs next pays for new
-pages. So MIMALLOC_PURGE_DELAY is set to keep that memory, unless it is already set. Elsewhere it has no effect.
+The allocators return freed memory to the system, and whichever method runs next pays for new pages. So the process keeps
+it: on ARM by MIMALLOC_PURGE_DELAY, unless it is already set, and with glibc by `keep_freed_memory`, as `dpoptim train`
+does.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, 
 from rich.console import Console
 from rich.table import Table
 from steps import measured
+
+from dpoptim.kernels.freed_memory import keep_freed_memory
 
 THREADS = 2
 # numerator, denominator, limit, and whether the ratio may be at most or at least that
@@ -96,7 +99,7 @@ def titles_of(record: dict[str, Any]) -> list[str]:
 def notes(record: dict[str, Any]) -> list[str]:
     case, lines = record["cases"][0], []
     if "purge_delay" in record:
-        lines.append(f"MIMALLOC_PURGE_DELAY={record['purge_delay']} for all methods: the process keeps freed memory.")
+        lines.append(f"The process keeps freed memory, for all methods (MIMALLOC_PURGE_DELAY={record['purge_delay']}).")
     if "apart" in case:
         lines.append('The methods took turns in one process. "separate": one process per method; no limits apply.')
     if fastest_peer(case["ways"]):
@@ -151,6 +154,7 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=at_least(2), default=20, metavar="N", help="timed rounds (default: 20)")
     parser.add_argument("--separate", action="store_true", help="also time each method in a separate process")

@@ -22,6 +22,7 @@ from dpoptim.data import fingerprint_records
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line, require
+from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
@@ -82,6 +83,8 @@ def prepare_run(
             data, an impossible ε, a model that mixes examples. Nothing is written or trained before.
     """
     device = chosen_device(recipe.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if recipe.report_to == "tensorboard":
         require("tensorboard", "report_to='tensorboard'")
     recipe = recipe.with_whole_paths()
