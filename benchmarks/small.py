@@ -10,7 +10,7 @@ may take 1.2 times (flat) or 1.35 times (scaled) as long as a step without priva
 least 1.3 times as long as flat. The exit status is 1 if a limit is missed. With --separate, each method is also timed
 in a separate process, where memory left by the other methods has no effect; the limits do not apply there.
 
-The allocators return freed memory to the system, and whichever method runs next pays for new pages. So the process keeps
+Allocators return freed memory to the system, and whichever method runs next pays for new pages. So the process keeps
 it: on ARM by MIMALLOC_PURGE_DELAY, unless it is already set, and with glibc by `keep_freed_memory`, as `dpoptim train`
 does.
 """
