@@ -8,6 +8,7 @@ import torch
 from tests.distributed.launch import run_jobs
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
