@@ -284,7 +284,7 @@ sums-not-added-up: Each process releases its own share, with all of the noise.
     - distributed.all_reduce(vector)
     + pass
 
-noise-from-each-process: Each process has noise of its own, which differs between processes.
+noise-from-each-process: Each process makes different noise.
     in clipping/mechanism.py, found by distributed/test_processes.py -k bits
     - key, parameters = self.key.for_run(run_id), self._sums.parameters
     + key, parameters = self.key.for_run(f"{run_id} {self.processes.rank}"), self._sums.parameters

@@ -162,7 +162,9 @@ class Captured:
     def _differentiate(self, shape: _Shape, batch: BatchArguments) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
         bounds, draws = self._sums.bounds(), save_rng_states(host=shape.graph is None or batch.device.type == "cpu")
-        scale, memory = self._sums.scale, self._workspace.memory  # a new scale at the same address would look unchanged
+        # Held until the sums are added: otherwise a new scale at the same address would look unchanged.
+        scale = self._sums.scale
+        memory = self._workspace.memory
         shape.fill(batch)
         if memory.is_lent:
             self._sums.copy_sums()

@@ -355,8 +355,8 @@ class PrivateMechanism:
         if self.processes.count == 1:
             return 0
         vectors, settings = self._describe_scale(group_parameters(self._sums.parameters))
-        described = repr(settings).encode() + checksums(vectors)
-        return int.from_bytes(blake2b(described, digest_size=7).digest(), "little")
+        digest = blake2b(repr(settings).encode() + checksums(vectors), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
 
     def _report_nonfinite(self) -> None:
         """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private."""

@@ -145,7 +145,8 @@ def resume(
 def _follow(setup: RunSetup, key: NoiseKey, processes: Processes) -> dict[str, Any]:
     """Take the steps of a run that process 0 logs, evaluates, saves and stops; return no summary."""
     digest = training_digest(setup.prepared, key)
-    with contextlib.closing(Loop(setup, key, digest=digest)) as loop, stopping_between_steps():  # it stops all
+    # A signal is only noted here: process 0 decides when all stop.
+    with contextlib.closing(Loop(setup, key, digest=digest)) as loop, stopping_between_steps():
         found = processes.from_first(None)
         if found is not None:
             loop.load_state_dict(load_checkpoint(Path(found)))
