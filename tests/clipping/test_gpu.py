@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 import dpoptim
 from dpoptim.clipping import clipped_sum
+from dpoptim.clipping.captured import Captured
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.kernels import choose
-from dpoptim.kernels.norms import row_weighted_sum
+from dpoptim.kernels.norms import gram_on_gpu, gram_squares, row_weighted_sum
 from tests.clipping.models import CASES, case
 from tests.clipping.one_at_a_time import random_scale
 
@@ -96,6 +100,72 @@ def test_bf16_autocast_on_bert():
     torch.testing.assert_close(found.cpu(), norms, rtol=0.05, atol=0)
     off = sum(float((sums[n].cpu() - total).square().sum()) for n, total in expected.items()) ** 0.5
     assert off <= 0.1 * sum(float(total.square().sum()) for total in expected.values()) ** 0.5
+
+
+@pytest.mark.parametrize(("positions", "rows", "cols"), [(8, 384, 96), (16, 1000, 512), (48, 9000, 200)])
+def test_products_of_positions(positions, rows, cols):
+    generator = torch.Generator("cuda").manual_seed(0)
+    left, right = (
+        torch.randn(12, positions, width, device="cuda", generator=generator).bfloat16() for width in (rows, cols)
+    )
+    assert gram_on_gpu(positions, left, right)
+    left[1] = 0
+    squares, parts = gram_squares(left, right)
+    exact, bounds = gram_squares(left.cpu().double(), right.cpu().double())
+    assert float((squares.cpu() - exact).abs().max() / bounds.square().max()) < 2e-6
+    torch.testing.assert_close(parts.cpu(), bounds, rtol=1e-4, atol=0)
+    assert squares[1] == parts[1] == 0
+    left[2], right[3] = 1e-20, float("inf")
+    right[2] *= 1e12  # squares of `left` vanish, but not its products with `right`
+    squares, parts = gram_squares(left, right)
+    assert parts[2].isnan()
+    assert not squares[3].isfinite()
+
+
+class _Opposite(torch.nn.Module):
+    """A linear map of each position; half of them count with the opposite sign."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(width, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.map(x)
+        half = y.shape[1] // 2
+        return y[:, :half].sum(1) - y[:, half:].sum(1)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_positions_that_cancel(is_captured):
+    """The squares of their norms have no correct digit, so two examples are measured again by themselves."""
+    torch.manual_seed(0)
+    positions, width, outputs, clip_norm = 16, 256, 512, 1e-3
+    model = _Opposite(width, outputs).to("cuda", torch.bfloat16)
+    x = torch.randn(6, positions, width, device="cuda").bfloat16()
+    x[1:3, positions // 2 :] = x[1:3, : positions // 2]
+    x[1, 0, 3] += 2**-6
+    x[2, 5, 0] += 1
+
+    def losses(model, x):
+        return 30 * model(x).sum(1)  # so that gradients are exact in bfloat16
+
+    expected, _ = clipped_sum(model.cpu().double(), losses, x.cpu().double(), clip_norm=clip_norm)
+    model = model.to("cuda", torch.bfloat16)
+    sums = ClippedSums(model, clip_norm=clip_norm)
+    sums.engine.attach()
+    if is_captured:
+        mechanism: Any = SimpleNamespace(_sums=sums)
+        run = Captured(mechanism, lambda x: losses(model, x))
+        for _ in range(3):
+            run(x)
+            total, _ = sums.take()
+        assert run.graphs == 1
+    else:
+        losses(model, x).sum().backward()
+        total, _ = sums.take()
+    assert "tensor cores" in str(sums.explain())
+    found = total["map.weight"].cpu().double()
+    assert float((found - expected["map.weight"]).norm()) < 0.01 * clip_norm
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9, 90, 3000])

@@ -105,6 +105,10 @@ class TestPlain:
             1e-12,
         )
         close(norms.squares(whole, scale), each, 1e-12)
+        if scale is None:
+            found, parts = norms.gram_squares(left, right)
+            close(found, each, 1e-10)
+            close(parts, (left.norm(dim=2) * right.norm(dim=2)).sum(1), 1e-12)
 
     def test_many(self, shape, scaled):
         examples, _, rows, cols = shape

@@ -234,21 +234,24 @@ class ClippedSums:
 def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None]:
     """Squared norms over all parameters, and the smallest norms that can be trusted (None: all can)."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
-    squared: Tensor | float = 0.0
-    min_trusted_norm: Tensor | None = None
+    squared: list[Tensor] = []
+    min_trusted_norms: list[Tensor] = []
     read = None if scale is None else scale.reader() if isinstance(scale, ComputedScale) else scale.__getitem__
     if dense:
         scales = None if scale is None else [scale[name] for name in dense]
-        squared = norms.many_squares(list(dense.values()), scales)
+        squared.append(norms.many_squares(list(dense.values()), scales))
     for name, own in gradients.items():
         if name in dense:
             continue
         more, trusted = own.measured(None if read is None else read(name))
-        squared = squared + more
-        if trusted is not None:  # errors of the parameters add up as their gradients do
-            min_trusted_norm = trusted if min_trusted_norm is None else torch.hypot(min_trusted_norm, trusted)
-    assert isinstance(squared, Tensor)
-    return squared, min_trusted_norm
+        squared.append(more)
+        if trusted is not None:
+            min_trusted_norms.append(trusted)
+    total = torch.stack(squared).sum(0)
+    if not min_trusted_norms:
+        return total, None
+    # Errors of the parameters add up as their gradients do. They may make a square negative, but not NaN.
+    return total.clamp_(min=0), torch.linalg.vector_norm(torch.stack(min_trusted_norms), dim=0)
 
 
 def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:

@@ -30,6 +30,7 @@ POSITIONS = (
 )
 # A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself.
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
+TENSOR_CORE_TRUST = 30  # the same as CANCELLATION, for norms from products of positions that tensor cores round
 
 
 class NormMethod(enum.Enum):
@@ -39,6 +40,7 @@ class NormMethod(enum.Enum):
     TILES = "tiles of the products, measured in registers and never stored"
     ONE_POSITION = "one position per example: squares of the factors"
     GRAM = "products of positions with each other"
+    GRAM_ON_GPU = "products of positions with each other, by tensor cores"
     ROWS = "looked-up rows, summed by id"
     PARTS = "each use, and their cross terms"
     BLOCKS = "products formed a block at a time"
@@ -121,7 +123,8 @@ class ParameterGradients:
             return NormMethod.PARTS if self.outers or self.dense is not None else NormMethod.ROWS
         factors = [part for use in self.outers for part in (use.left, use.right)]
         if self.precision == torch.float32 and outer_on_gpu(*factors):
-            return NormMethod.TILES
+            is_gram = not scaled and norms.gram_on_gpu(self.positions, *factors)
+            return NormMethod.GRAM_ON_GPU if is_gram else NormMethod.TILES
         if self.positions == 1:
             return NormMethod.ONE_POSITION
         rows, cols = self._matrix
@@ -139,6 +142,9 @@ class ParameterGradients:
         if method is NormMethod.ROWS:
             squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
             return squares, uncancelled / CANCELLATION[self.precision]
+        if method is NormMethod.GRAM_ON_GPU:
+            squares, uncancelled = norms.gram_squares(*self._factors())
+            return squares, uncancelled / TENSOR_CORE_TRUST
         squares = self._squared_norms(method, scale)
         if method in (NormMethod.GRAM, NormMethod.BLOCKS):
             trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
@@ -165,6 +171,8 @@ class ParameterGradients:
                 return self._one_position(self._as_matrix(scale))
             case NormMethod.GRAM:
                 return self._by_gram()
+            case NormMethod.GRAM_ON_GPU:
+                return norms.gram_squares(*self._factors())[0]
         return self._by_blocks(scale)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
@@ -190,7 +198,9 @@ class ParameterGradients:
             cross = norms.row_products(self.dense, ids, values, scale)
         else:
             cross = norms.outer_row_products(*self._factors(), ids, values, scale)
-        trust, is_gram = CANCELLATION[self.precision], method is NormMethod.GRAM
+        on_gpu = method is NormMethod.GRAM_ON_GPU
+        trust = TENSOR_CORE_TRUST**2 / 10 if on_gpu else CANCELLATION[self.precision]
+        is_gram = on_gpu or method is NormMethod.GRAM
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)
 

@@ -16,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2, processors
 
+COLUMNS_TOGETHER = 1 << 12
+
 
 @triton.jit
 def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
@@ -125,6 +127,30 @@ def _outer_row_products(left, right, ids, values, scale, out, positions, tokens,
     tl.store(out + place, tl.sum(tl.sum(there * value.to(tl.float32), 1), 0))
 
 
+@triton.jit(do_not_specialize=["examples"])
+def _gram_squares(left, right, out, examples, positions, ROWS: tl.constexpr, BT: tl.constexpr):
+    """For some rows t of two tables of products: Σ_u left[t, u]·right[t, u], and Σ_t √(left[t, t]·right[t, t])."""
+    example, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    t = block * ROWS + tl.arange(0, ROWS)
+    base = example * positions * positions
+    total = tl.zeros([ROWS, BT], tl.float32)
+    for start in range(0, positions, BT):
+        u = start + tl.arange(0, BT)
+        inside = (t[:, None] < positions) & (u[None, :] < positions)
+        place = base + t[:, None] * positions + u[None, :]
+        a, b = tl.load(left + place, mask=inside, other=0.0), tl.load(right + place, mask=inside, other=0.0)
+        total += a * b
+    diagonal = base + t * (positions + 1)
+    a = tl.load(left + diagonal, mask=t < positions, other=0.0)
+    b = tl.load(right + diagonal, mask=t < positions, other=0.0)
+    parts = tl.sqrt(a) * tl.sqrt(b)
+    # A square below 1e-30 may have vanished in part. That matters only beside a very long vector.
+    parts = tl.where((tl.minimum(a, b) < 1e-30) & (tl.maximum(a, b) > 1e16), float("nan"), parts)
+    place = out + example * tl.num_programs(1) + block
+    tl.store(place, tl.sum(tl.sum(total, 1), 0))
+    tl.store(place + examples.to(tl.int64) * tl.num_programs(1), tl.sum(parts, 0))
+
+
 class _Tiles:
     """Two factors as descriptors, and the tiles of their product; the sizes are the fastest on an H200."""
 
@@ -206,6 +232,27 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     if out.numel() > 1 << 20:  # torch would copy all of it to sum it in a different dtype
         out = out.view(examples, tiles.count, tiles.high).sum(2)
     return out.sum(1, dtype=torch.float64)
+
+
+def gram_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    examples, positions, _ = left.shape
+    tables = (_products_of_positions(left), _products_of_positions(right))
+    out = torch.empty(2, examples, cdiv(positions, 16), dtype=torch.float32, device=left.device)
+    _gram_squares[out.shape[1:]](*tables, out, examples, positions, ROWS=16, BT=64)
+    squares, parts = out.sum(2, dtype=torch.float64)
+    return squares, parts
+
+
+def _products_of_positions(factors: Tensor) -> Tensor:
+    """⟨factors[j, t], factors[j, u]⟩, float32. Tensor cores round each step of a sum down, so sums are kept short."""
+    total: Tensor | None = None
+    for block in factors.split(COLUMNS_TOGETHER, 2):
+        if total is None:
+            total = torch.bmm(block, block.mT, out_dtype=torch.float32)
+        else:
+            total = torch.baddbmm(total, block, block.mT, out_dtype=torch.float32)
+    assert total is not None
+    return total
 
 
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
