@@ -14,7 +14,7 @@ from operator import itemgetter
 from statistics import mean  # exact, so it stays within the range of the values
 from typing import Any
 
-from dpoptim.app.runs.run_log import RunHistory, Series, number, series, value_at
+from dpoptim.app.runs.run_log import RunHistory, Series, series, value_at
 from dpoptim.privacy.statement import format_epsilon
 
 WIDTH, HEIGHT = 360, 220
@@ -361,17 +361,12 @@ def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Fans], ro
             yield f"{name}{missing} {curve.gap}."
     if curve.is_epsilon:
         notes = dict.fromkeys((run.name, record.get("epsilon_note")) for run in runs for record in run.steps)
-        for note in dict.fromkeys(note for _, note in notes if isinstance(note, str)):
+        for note in dict.fromkeys(note for _, note in notes if note is not None):
             names = ", ".join(name for name, text in notes if text == note)
             yield f"ε{f' of {names}' if len(runs) > 1 else ''} is {note.rstrip('.')}."
 
 
 def quantiles_of(run: RunHistory) -> Fans:
-    """(step, the seven quantiles of the scales) wherever all seven were logged and are finite."""
-    found = []
-    for record in run.steps:
-        values = value_at(record, "released.scale_quantiles")
-        numbers = [one for one in map(number, values if isinstance(values, list) else []) if one is not None]
-        if len(numbers) == len(QUANTILES):
-            found.append((record["step"], sorted(numbers)))
-    return found
+    """(step, the seven quantiles of the scales) wherever they were logged and are finite."""
+    found = ((record["step"], value_at(record, "released.scale_quantiles")) for record in run.steps)
+    return [(step, values) for step, values in found if values is not None and None not in values]

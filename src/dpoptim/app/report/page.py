@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -19,13 +18,12 @@ from markupsafe import Markup, escape
 from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
 from dpoptim.app.report.charts import CURVES, Mark, chart, colour_class, format_number, quantiles_of
-from dpoptim.app.runs.run_log import RunHistory, number, series
+from dpoptim.app.runs.run_log import RunHistory, series
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.statement import format_epsilon
 from dpoptim.version import __version__
 
 _POINTS = 280  # ranges of steps in a chart of one run: more than a phone has pixels for
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 _SETTINGS = ("task", "model", "variant", "mechanism", "noise_multiplier", "clip_norm", "batch_size", "device")
 _COUNTS = ("parameters", "trained_parameters", "examples", "validation_examples")
 _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "noise_to_signal", "negative_fraction")
@@ -37,8 +35,6 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
     Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
     guarantee. The noise key is not read. The file loads nothing.
     """
-    if not runs:
-        raise ValueError("runs is empty; give at least one run")
     output = Path(output)
     check_target("--output", output, ".html", ".htm")  # overwrites no key, log or recipe
     write_text(output, page(runs))
@@ -82,7 +78,7 @@ def final_numbers(run: RunHistory) -> dict[str, Any]:
         "accountant": describe_accountant(plan.run),
         "epsilon_spent": run.epsilon_spent,
         "validation": _validation(run),
-        "released": {name: number(released[-1].get(name)) for name in _RELEASED} if released else None,
+        "released": {name: released[-1].get(name) for name in _RELEASED} if released else None,
         "seconds": run.seconds,
         "median_seconds_per_step": _median(run, "seconds"),
         "median_examples_per_second": _median(run, "examples_per_second"),
@@ -90,9 +86,9 @@ def final_numbers(run: RunHistory) -> dict[str, Any]:
     if private:
         found["not_private"] = {
             "mark": Mark.DEBUG.value,
-            "loss": number(private[-1].get("loss")),
-            "clipped_fraction": number(private[-1].get("clipped_fraction")),
-            "nonfinite": int(math.fsum(number(one.get("nonfinite")) or 0.0 for one in private)),
+            "loss": private[-1]["loss"],
+            "clipped_fraction": private[-1]["clipped_fraction"],
+            "nonfinite": sum(one["nonfinite"] for one in private),
         }
     return found
 
@@ -106,7 +102,7 @@ def _validation(run: RunHistory) -> dict[str, Any] | None:
     return {
         "mark": Mark.OUTSIDE.value,
         "step": last["step"],
-        **{name: number(last.get(name)) for name in ("loss", "accuracy", "perplexity", "examples")},
+        **{name: last.get(name) for name in ("loss", "accuracy", "perplexity", "examples")},
         "best_loss": best[1],
         "best_step": best[0],
     }
@@ -126,7 +122,7 @@ def page(runs: Sequence[RunHistory]) -> str:
     numbers = [final_numbers(run) for run in runs]
     shown = [_shown(run, found, place) for place, (run, found) in enumerate(zip(runs, numbers, strict=True))]
     several = len(runs) > 1
-    text = environment.from_string(template).render(
+    return environment.from_string(template).render(
         title=f"{len(runs)} runs: {_title(numbers) or 'a comparison'}" if several else _title(numbers) or "dpoptim run",
         policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'",
@@ -140,8 +136,6 @@ def page(runs: Sequence[RunHistory]) -> str:
         charts=[chart(curve, runs, limit=max(40, _POINTS * 3 // (2 + len(runs)))) for curve in CURVES],
         differences=_differences(shown) if several else None,
     )
-    text = text.encode("utf-8", "replace").decode("utf-8")  # JSON allows half a surrogate pair, UTF-8 does not
-    return _UNPRINTABLE.sub("�", text)
 
 
 def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]:
@@ -275,8 +269,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
 
 
 def _number(value: Any, digits: int = 6, unit: str = "") -> str:
-    found = number(value)
-    return "–" if found is None else format_number(found, digits) + unit
+    return "–" if value is None else format_number(value, digits) + unit
 
 
 def _time(seconds: float | None) -> str:

@@ -193,8 +193,8 @@ def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
 
 
 def series(records: Iterable[dict[str, Any]], path: str) -> Series:
-    """The finite values at a dotted path such as "released.update_norm", by step; other entries are left out."""
-    found = ((record["step"], number(value_at(record, path))) for record in records)
+    """The values at a dotted path such as "released.update_norm", by step; a log has null for those not finite."""
+    found = ((record["step"], value_at(record, path)) for record in records)
     return [(step, value) for step, value in found if value is not None]
 
 
@@ -203,13 +203,6 @@ def value_at(record: Any, path: str) -> Any:
     for part in path.split("."):
         record = record.get(part) if isinstance(record, dict) else None
     return record
-
-
-def number(value: Any) -> float | None:
-    """A finite number as float; None for everything else, such as NaN, a text or True."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 class Diverged(ValueError):
