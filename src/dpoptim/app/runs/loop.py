@@ -21,7 +21,6 @@ from dpoptim.data.lengths import part_multiple
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
-from dpoptim.optim.out_of_memory import RUNNING, add_advice
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
@@ -39,7 +38,7 @@ class Loop:
         recipe, prepared = setup.recipe, setup.prepared
         self._setup, self._digest = setup, digest
         setup.model.train()
-        self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
+        self.optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
@@ -48,8 +47,8 @@ class Loop:
             pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
         rows = part_multiple(setup.plan.batch_size)
-        self._differentiate = self._optimizer.captured(self._losses, pad_to_multiple=rows)
-        self._diagnostics = Diagnostics(self._optimizer)
+        self._differentiate = self.optimizer.captured(self._losses, pad_to_multiple=rows)
+        self._diagnostics = Diagnostics(self.optimizer)
         self.spent = EpsilonSpent(self.plan)
         self.step = 0  # the number of steps taken
         self._times = StepTimes(over=recipe.log_every)
@@ -57,43 +56,39 @@ class Loop:
     @property
     def plan(self) -> PrivacyPlan:
         """The plan, with the release that the optimizer chose."""
-        return self._optimizer.plan
+        return self.optimizer.plan
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
         """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
         settings = recipe_settings(self._setup.recipe.to_dict())
-        ledger = StepLedger.open(path, run_header(self._optimizer, settings=settings, data=self._digest), step=step)
-        self._optimizer.mechanism.before_step = ledger.before_step
+        ledger = StepLedger.open(path, run_header(self.optimizer, settings=settings, data=self._digest), step=step)
+        self.optimizer.mechanism.before_step = ledger.before_step
         return ledger
-
-    def add_advice(self, error: Exception) -> None:
-        """Note on an out-of-memory error which settings save memory."""
-        add_advice(error, self._optimizer, RUNNING)
 
     def close(self) -> None:
         """Detach the optimizer from the model."""
-        self._optimizer.detach()
+        self.optimizer.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """The content of a checkpoint; it contains no secret."""
         return {
             "step": self.step,
             "model": self._setup.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "loader": {**self._loader.state_dict(), "next_step": self.step},  # a step that failed is drawn again
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint."""
         self._setup.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self._loader.load_state_dict(state["loader"])
         self.step = state["step"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if self.step == self.plan.steps:
             return
-        recipe, loader, optimizer = self._setup.recipe, self._loader, self._optimizer
+        recipe, loader, optimizer = self._setup.recipe, self._loader, self.optimizer
         losses: list[Tensor] = []
         opens = True
         for batch in self._setup.prepared.batches(loader):
@@ -134,7 +129,7 @@ class Loop:
 
     def _not_private(self, losses: list[Tensor], before: Any) -> dict[str, Any]:
         """Values of the step's own examples; `before` are the counts before the step."""
-        now = self._optimizer.mechanism.counts_not_private
+        now = self.optimizer.mechanism.counts_not_private
         return {
             "loss": float(torch.cat(losses).mean()),
             "clipped_fraction": (now.clipped - before.clipped) / max(1, now.examples - before.examples),

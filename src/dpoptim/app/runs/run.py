@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import platform
 import shutil
 import signal
@@ -30,16 +29,14 @@ from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
-from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, last_reason, read_log
+from dpoptim.app.runs.run_log import Diverged, RunHistory, RunLog, cut_log, ending_by, last_reason
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
-from dpoptim.optim.out_of_memory import is_out_of_memory
-from dpoptim.privacy import PrivacyPlan
-from dpoptim.privacy.composition import EpsilonSpent
+from dpoptim.optim.out_of_memory import RUNNING, add_advice, is_out_of_memory
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__
@@ -119,7 +116,7 @@ def resume(
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished":
-        return _summary(place, place.read_plan())
+        return _summary(place)
     recipe, plan, key = place.read()
     with progress:
         limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
@@ -228,14 +225,14 @@ class _Run:
                 self._save_model()
         except BaseException as error:
             if isinstance(error, Exception) and is_out_of_memory(error):
-                self.loop.add_advice(error)
+                add_advice(error, loop.optimizer, RUNNING)
                 with contextlib.suppress(OSError, RuntimeError, MemoryError):
                     self._save_before_failed_step(error)
             with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
                 self._log_end(ending_by(error), began)
             raise
         self._log_end(reason, began)
-        summary = _summary(self.place, plan)
+        summary = _summary(self.place)
         if self.stop.signal is not None:
             summary["signal"] = int(self.stop.signal)
         write_text(self.place.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
@@ -320,25 +317,22 @@ class _Run:
         self.log.write("end", step=self.loop.step, reason=reason, seconds=two_digits(time.perf_counter() - began))
 
 
-def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
+def _summary(place: RunDirectory) -> dict[str, Any]:
     """Summarize a run from its log."""
-    entries = read_log(place.log_file)
-    starts, ends, scores = (
-        [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "end", "evaluation")
-    )
-    start, end = starts[-1], ends[-1]
+    run = RunHistory(place.path)
+    start, end, scores = run.starts[-1], run.ends[-1], run.evaluations
     kept = ("epsilon", "delta", "noise_multiplier", "variant", "mechanism", "sampling", "examples", "batch_size")
     return {
         "run": str(place.path),
         "reason": end["reason"],
         "step": end["step"],
-        "steps": plan.steps,
-        "seconds": sum(entry["seconds"] for entry in ends),
+        "steps": run.plan.steps,
+        "seconds": sum(entry["seconds"] for entry in run.ends),
         **{name: start[name] for name in kept},
-        "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
+        "epsilon_spent": run.epsilon_spent,
         "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
         "model": str(place.model) if end["reason"] == "finished" else None,
-        "guarantee": headline(plan, math.inf if start["epsilon"] is None else start["epsilon"], plan.delta),
+        "guarantee": headline(run.plan, run.epsilon, run.plan.delta),
     }
 
 

@@ -181,8 +181,8 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def _plan(text: str) -> tuple[PrivacyPlan, float]:
     found = json.loads(text)
-    plan = PrivacyPlan.from_dict(found["plan"])
-    return plan, float(found["epsilon"]) if plan.is_private else math.inf
+    epsilon = math.inf if found["epsilon"] is None else float(found["epsilon"])
+    return PrivacyPlan.from_dict(found["plan"]), epsilon
 
 
 def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
