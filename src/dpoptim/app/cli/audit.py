@@ -31,10 +31,10 @@ from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilo
 from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.cli import options as shared
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
-from dpoptim.app.recipes.defaults import optimizer_of
-from dpoptim.app.recipes.recipe import VARIANTS
+from dpoptim.app.recipes.defaults import optimizer_of, plan_of
+from dpoptim.app.recipes.recipe import VARIANTS, Recipe
 from dpoptim.arguments import check_number
-from dpoptim.integrations.named_settings import make_optimizer, make_plan, release_of
+from dpoptim.integrations.named_settings import make_optimizer, release_of
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.statement import format_epsilon
 
@@ -127,19 +127,10 @@ def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     if missing:
         raise ValueError(f"give RUN, a folder of `dpoptim train`, or a plan: {', '.join(missing)} missing")
     check_number("--epsilon", options.epsilon, above=0, high=_MAX_EPSILON)
-    return make_plan(
-        num_examples=options.num_examples,
-        batch_size=options.batch_size,
-        steps=options.steps,
-        clip_norm=1.0 if options.clip_norm is None else options.clip_norm,
-        sampling=options.sampling or "auto",
-        noise=options.noise or "independent",
-        adjacency=shared.adjacency_of(options),
-        epsilon=options.epsilon,
-        noise_multiplier=None,
-        delta=options.delta,
-        parameters=options.canaries,
-    )
+    asked = shared.fields(options, *_REQUIRED, *_OPTIONAL)
+    given = {name: value for name, value in asked.items() if value is not None}
+    recipe = Recipe(model="audit", data="audit", **{"noise": "independent", "clip_norm": 1.0, **given})
+    return plan_of(recipe, parameters=options.canaries)
 
 
 def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dpoptim.privacy import Adjacency, PrivacyPlan
+    from dpoptim.privacy import PrivacyPlan
 
 _NAMES_ELSEWHERE = {  # flags of other libraries' scripts
     "--lr": "--learning-rate",
@@ -163,7 +163,7 @@ def add_output(parser: argparse.ArgumentParser, *, verbose: str | None = None) -
 
 def uncalibrated_plan(options: argparse.Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
     """Make the plan that the options describe, without noise, and check epsilon and delta."""
-    from dpoptim.privacy import Poisson, PrivacyPlan, Shuffled
+    from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
     plan = PrivacyPlan(
         num_examples=options.num_examples,
@@ -171,18 +171,11 @@ def uncalibrated_plan(options: argparse.Namespace, *, clip_norm: float = 1.0) ->
         steps=options.steps,
         clip_norm=clip_norm,
         sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
-        adjacency=adjacency_of(options),
+        adjacency=Adjacency((options.adjacency or "zero-out").replace("-", "_")),
     )
     check_number("--epsilon", options.epsilon, above=0)
     check_number("--delta", options.delta, above=0, below=1)
     return plan
-
-
-def adjacency_of(options: argparse.Namespace) -> Adjacency:
-    """The adjacency that was asked for, or zero-out."""
-    from dpoptim.privacy import Adjacency
-
-    return Adjacency((options.adjacency or "zero-out").replace("-", "_"))
 
 
 def check_plot(path: Path | None) -> None:
