@@ -215,12 +215,9 @@ def _word(value: Any) -> str:
 def draw_comparison(result: dict[str, Any]) -> Any:
     """Draw a dot per seed and an interval per variant; the best is on top, and references are grey."""
     metric = result["metric"]
-
-    def badness(row: dict[str, Any]) -> float:
-        mean = float(row[metric]["mean"])  # ∞ if a run diverged
-        return -mean if metric == "accuracy" and math.isfinite(mean) else mean
-
-    rows = sorted(result["variants"], key=badness) + result["references"]
+    ranked = sorted(result["variants"], key=lambda row: row[metric]["mean"], reverse=metric == "accuracy")
+    ranked.sort(key=lambda row: math.isinf(row[metric]["mean"]))  # a run diverged: last
+    rows = ranked + result["references"]
     figure = new_figure(8, 1.4 + 0.5 * len(rows))
     axes = figure.subplots()
     for place, row in enumerate(rows):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.app.recipes.recipe import VARIANTS, Recipe, boolean, check_known, names, read_recipe, read_toml, whole_path
-from dpoptim.app.runs.setup import same_source
 from dpoptim.arguments import check_choice, check_number, check_whole
 
 METRICS = ("loss", "accuracy")
@@ -77,9 +76,6 @@ class Request:
                 f"tuning_epsilon={budget!r} and tuning_data={self.tuning_data!r} do not match. Give tuning_data with "
                 f'"{PUBLIC}", and only then'
             )
-        private = (self.recipe.data, self.recipe.validation_data)
-        if self.tuning_data is not None and any(name and same_source(self.tuning_data, name) for name in private):
-            raise ValueError(f"tuning_data={self.tuning_data!r} is the private data itself; give public records")
         largest = max(self.variants, key=lambda variant: len(self.points(variant)))
         if budget is None and len(self.points(largest)) > 1:
             raise ValueError(
@@ -185,13 +181,8 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 def name_of_setting(setting: Mapping[str, Any]) -> str:
     """A setting as one word, which is also the name of a folder."""
-    return ",".join(f"{name}={_word(value)}" for name, value in setting.items()) or "as-in-recipe"
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "-".join(_word(part) for part in value)
-    return "".join(mark if mark.isalnum() or mark in ".-+_" else "_" for mark in str(value))
+    pairs = [(name, value if isinstance(value, list | tuple) else [value]) for name, value in setting.items()]
+    return ",".join(f"{name}={'-'.join(map(str, values))}" for name, values in pairs) or "as-in-recipe"
 
 
 def with_setting(recipe: Recipe, variant: str, setting: Mapping[str, Any]) -> Recipe:
