@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import mmap
 import os
 import stat
@@ -14,7 +13,7 @@ from typing import Any
 from dpoptim.app.audit.checks import Check
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.run_log import log_lines
+from dpoptim.app.runs.run_log import log_lines, parsed, plan_and_epsilon
 from dpoptim.integrations.named_settings import noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -31,11 +30,7 @@ def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     run = RunDirectory(folder)
     run.check_is_run()
     recipe = read_recipe(run.recipe_file)
-    try:
-        plan, written = run.read_plan(), json.loads(run.plan_file.read_text(encoding="utf-8"))["epsilon"]
-        claimed = math.inf if written is None else float(written)
-    except (FileNotFoundError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore it") from None
+    plan, claimed = parsed(run.plan_file, plan_and_epsilon)
     key_answer, key = _key(run)
     log = log_lines(run.log_file) if run.log_file.is_file() else None
     answers = {

@@ -42,7 +42,6 @@ class RunLog:
                 self._mirror(entry)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append an entry."""
         entry: dict[str, Any] = {"kind": kind}
         if kind in ("start", "end"):  # the times of steps would reveal the sizes of their batches
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -114,11 +113,11 @@ class RunHistory:
         self.reason = last_reason(folder)  # None: still running, or killed
         cut_off = log_lines(log)[-1] is None
         self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
-        self.recipe_text: str = _parsed(folder / "recipe.toml", str)
-        self.recipe: dict[str, Any] = _parsed(folder / "recipe.toml", tomllib.loads)
-        self.statement: str = _parsed(folder / "statement.txt", str).strip()
+        self.recipe_text: str = parsed(folder / "recipe.toml", str)
+        self.recipe: dict[str, Any] = parsed(folder / "recipe.toml", tomllib.loads)
+        self.statement: str = parsed(folder / "statement.txt", str).strip()
         self.plan: PrivacyPlan
-        self.plan, self.epsilon = _parsed(folder / "plan.json", _plan)  # ε of all steps; ∞ without a guarantee
+        self.plan, self.epsilon = parsed(folder / "plan.json", plan_and_epsilon)
 
     def setting(self, name: str) -> Any:
         """A value of the last start or the recipe; None if there is none."""
@@ -179,13 +178,15 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(log.parent for log in logs if log.stat().st_size) or [folder]  # an empty log has just begun
 
 
-def _plan(text: str) -> tuple[PrivacyPlan, float]:
+def plan_and_epsilon(text: str) -> tuple[PrivacyPlan, float]:
+    """The plan in a plan.json, and ε of all its steps; ∞ without a guarantee."""
     found = json.loads(text)
     epsilon = math.inf if found["epsilon"] is None else float(found["epsilon"])
     return PrivacyPlan.from_dict(found["plan"]), epsilon
 
 
-def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
+def parsed(file: Path, parse: Callable[[str], Any]) -> Any:
+    """The content of a run's file; a ValueError names a file that is missing or broken."""
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
