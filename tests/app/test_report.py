@@ -6,7 +6,6 @@ import base64
 import hashlib
 import itertools
 import json
-import math
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -410,9 +409,7 @@ def test_ranges_and_ticks():
 
 def test_format_number():
     assert [format_number(v) for v in (3.14159265, 12345678.0)] == ["3.14159", "12,345,678"]
-    assert [format_number(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
-        *("0.1", "1,234.5", "0", "∞", "−∞", "not a number")
-    ]
+    assert [format_number(v) for v in (0.1, 1234.5, 0.0)] == ["0.1", "1,234.5", "0"]
 
 
 def _contrast(one: str, other: str) -> float:

@@ -146,5 +146,4 @@ class StepTimes:
 
 
 def two_digits(value: float) -> float:
-    """Round to two significant digits."""
     return float(f"{value:.2g}")

@@ -246,7 +246,6 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
 
 
 def _numbers(advice: Advice) -> dict[str, str]:
-    """The numbers behind the advice."""
     plan, window, signal = advice.plan, advice.window, advice.signal
     rows = {
         "noise multiplier": f"{plan.noise_multiplier:.4f}, times column norm {plan.strategy.column_norm:.4g}",

@@ -170,7 +170,6 @@ def _interval_note(result: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], result: dict[str, Any], *, is_best: bool) -> dict[str, str]:
-    """A variant's or a reference's row of the table."""
     has_accuracy = result["variants"][0]["accuracy"] is not None
     difference, apart = ("best", "") if is_best else _difference(row, result["metric"])
     multiplier = row["noise_multiplier"]

@@ -73,7 +73,6 @@ def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def read_text(path: Path, newline: str | None = None) -> str:
-    """The whole file as one text."""
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
@@ -132,7 +131,6 @@ class HubColumn(Sequence[Any]):
         return self._dataset[index][self._name]
 
     def take(self, indices: Iterable[int]) -> HubColumn:
-        """The entries at these places."""
         return HubColumn(self._dataset.select(indices), self._name)
 
 

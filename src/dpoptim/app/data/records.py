@@ -52,8 +52,6 @@ class Records:
     locate: Locate = readers.record_number
 
     def __post_init__(self) -> None:
-        if len(self) == 0:
-            raise ValueError(f"data {self.source!r} has no records; there is nothing to train on")
         if self.labels is not None and len(self.labels) != len(self):
             raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one per record")
 

@@ -118,7 +118,6 @@ def read_texts(size: Size) -> tuple[list[str], list[str]]:
 
 
 def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
-    """The recipe of one run."""
     changes: dict[str, Any] = {**settings, "variant": method, "learning_rate": 5e-3}
     if method == NOT_PRIVATE:
         changes |= {"variant": "post_processing", "learning_rate": 4e-3}

@@ -42,8 +42,6 @@ class Mark(Enum):
 
 def format_number(value: float, digits: int = 6) -> str:
     """A number to read, with this many significant digits."""
-    if not math.isfinite(value):
-        return "∞" if value > 0 else "−∞" if value < 0 else "not a number"
     if value == int(value) and abs(value) < 1e12:
         return f"{int(value):,}"
     return f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:,.4g}"

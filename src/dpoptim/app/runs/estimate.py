@@ -31,7 +31,6 @@ class Estimate:
 
     @property
     def memory_bytes(self) -> int:
-        """All memory that the run needs."""
         return self.parameter_bytes + self.optimizer_bytes + self.noise_bytes + self.working_bytes
 
 
@@ -97,7 +96,6 @@ def _now(device: torch.device) -> float:
 
 
 def _peak(device: torch.device) -> int:
-    """The peak memory so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

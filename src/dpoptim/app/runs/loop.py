@@ -21,7 +21,7 @@ from dpoptim.data.lengths import part_multiple
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, StepLedger
+from dpoptim.privacy import StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
 
@@ -39,6 +39,7 @@ class Loop:
         self._setup, self._digest = setup, digest
         setup.model.train()
         self.optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
+        self.plan = self.optimizer.plan  # with the release that the optimizer chose
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
@@ -52,11 +53,6 @@ class Loop:
         self.spent = EpsilonSpent(self.plan)
         self.step = 0  # the number of steps taken
         self._times = StepTimes(over=recipe.log_every)
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The plan, with the release that the optimizer chose."""
-        return self.optimizer.plan
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
         """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
@@ -79,7 +75,6 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint."""
         self._setup.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._loader.load_state_dict(state["loader"])
