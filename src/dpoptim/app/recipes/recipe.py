@@ -144,7 +144,7 @@ class Recipe:
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
 
     epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 is usual, 20 is weak")
-    delta: float | None = _setting(None, _number(above=0, below=1), PRIVACY,
+    delta: float | None = _setting(None, _number(above=0, below=1, hint="Use 1/num_examples or less."), PRIVACY,
         "below 1/records (default: a power of ten, at most 1/(10 records))")
     noise_multiplier: float | None = _setting(None, _number(low=0), PRIVACY,
         "noise over clip norm, instead of --epsilon")

@@ -367,4 +367,4 @@ def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Fans], ro
 def quantiles_of(run: RunHistory) -> Fans:
     """(step, the seven quantiles of the scales) wherever they were logged and are finite."""
     found = ((record["step"], value_at(record, "released.scale_quantiles")) for record in run.steps)
-    return [(step, values) for step, values in found if values is not None and None not in values]
+    return [(step, sorted(values)) for step, values in found if values is not None and None not in values]
