@@ -14,7 +14,7 @@ import pytest
 
 from dpoptim.disk_cache import Array, cache_dir, cached_on_disk, load, store
 from dpoptim.noise import BandedToeplitz, PrefixSums
-from dpoptim.noise.search.banded_toeplitz import optimized_bands
+from dpoptim.noise.search.banded import optimized_bands
 from dpoptim.noise.search.objective import SearchObjective
 
 

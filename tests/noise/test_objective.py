@@ -114,7 +114,6 @@ def test_objectives_are_values() -> None:
         ({"steps": 5, "max_participations": 0}, "max_participations"),
         ({"steps": 5, "min_separation": 0}, "min_separation"),
         ({"steps": 5, "max_participations": 3, "min_separation": 3}, "3 participations at min_separation=3"),
-        ({"steps": 5, "objective": "median"}, "objective"),
     ],
 )
 def test_bad_objectives_are_refused(arguments: dict[str, object], named: str) -> None:

@@ -35,8 +35,7 @@ from dpoptim.noise import (
     sqrt_series,
 )
 from dpoptim.noise.search import banded_inverse, buffered
-from dpoptim.noise.search.banded import log_error, optimal_banded
-from dpoptim.noise.search.banded_toeplitz import _falling
+from dpoptim.noise.search.banded import _falling, log_error, optimal_banded
 from dpoptim.noise.search.objective import Objective, SearchObjective
 from tests.noise.explicit import patterns, scaled_error
 

@@ -2,9 +2,8 @@
 
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import NormalSource, TensorPart, keystream, normals, uniform_words, words
-from dpoptim.noise.search.banded import Banded
+from dpoptim.noise.search.banded import Banded, BandedToeplitz
 from dpoptim.noise.search.banded_inverse import BandedInverse
-from dpoptim.noise.search.banded_toeplitz import BandedToeplitz
 from dpoptim.noise.search.buffered import BufferedToeplitz
 from dpoptim.noise.search.dense import Dense
 from dpoptim.noise.series import divide, inverse_series, inverse_sqrt_series, multiply, sqrt_series

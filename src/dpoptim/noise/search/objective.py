@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpoptim.arguments import check_choice
 from dpoptim.noise.series import Series, multiply
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, apply_toeplitz
@@ -35,7 +34,6 @@ class SearchObjective:
 
     def __post_init__(self) -> None:
         check_participation(self.steps, self.max_participations, self.min_separation)
-        check_choice("objective", self.objective, ("mean", "max"))
 
     def by_strategy(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
         """Return the value and its gradient in the coefficients of C, both as float64 [steps].
