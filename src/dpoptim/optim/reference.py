@@ -189,7 +189,7 @@ def dp_sgd(run: Run, *, rule: SGD) -> Tensor:
     return torch.stack(path)
 
 
-def post_processing(run: Run, *, rule: Rule, noiseless: bool = False) -> Tensor:
+def post_processing(run: Run, *, rule: Rule, noiseless: bool = False, biases: list[float] | None = None) -> Tensor:
     """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is without noise: NOT private.
 
     >>> run = Run(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
@@ -202,7 +202,7 @@ def post_processing(run: Run, *, rule: Rule, noiseless: bool = False) -> Tensor:
         noisy_grad, clipped = run.privatize(theta, t)
         return noisy_grad, (clipped.sum(0) / run.batch_size) ** 2 if noiseless else None
 
-    return _follow(rule, run, release)
+    return _follow(rule, run, release, biases)
 
 
 def side_information(run: Run, public_gradients: PublicGradients, *, rule: Rule) -> Tensor:
@@ -219,12 +219,8 @@ def bias_correction(run: Run, *, rule: Rule, row_norms_squared: Tensor) -> Tenso
 
     `row_norms_squared` is ‖row t of C⁻¹‖² for each step.
     """
-
-    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, None]:
-        return run.privatize(theta, t)[0], None
-
     biases = noise_bias(rule, row_norms_squared, (run.noise_stddev / run.batch_size) ** 2)
-    return _follow(rule, run, release, biases)
+    return post_processing(run, rule=rule, biases=biases)
 
 
 def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]:
