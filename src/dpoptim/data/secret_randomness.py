@@ -29,10 +29,6 @@ def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
 
     The guarantee requires this if the model has dropout or the collator draws masks.
 
-    Args:
-        loader: The run's private loader.
-        optimizer: The run's private optimizer.
-
     Guarantee: the draws of step t are a function of (key, run, t) only, so a resumed run repeats them. They are seeded
     before the step's first batch is fetched; its micro-batches share one stream. When the step is released, the
     generators get their earlier state back, so saving them afterwards reveals nothing.

@@ -57,9 +57,7 @@ def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
 def moment_weights(*, beta: float, step: int) -> Series:
     """Compute the weights of a debiased average, w_i = (1−β)β^{t−i}/(1−βᵗ), oldest step first.
 
-    Args:
-        beta: The decay of the average.
-        step: t, counted from 1.
+    `beta` is the decay of the average, and `step` is t, counted from 1.
 
     >>> moment_weights(beta=0.5, step=2).round(6).tolist()
     [0.333333, 0.666667]

@@ -222,9 +222,8 @@ class ScaleWindow:
 
     def regime(self, eps_scale: float) -> SecondMomentRegime:
         """Predict what happens to ν̂ for a constant gradient that is clipped."""
-        if eps_scale <= self.low:
-            return SecondMomentRegime.DIVERGES
-        return SecondMomentRegime.STEADY if eps_scale <= self.high else SecondMomentRegime.COLLAPSES
+        outside = {"below": SecondMomentRegime.DIVERGES, "above": SecondMomentRegime.COLLAPSES}
+        return outside.get(self.place(eps_scale), SecondMomentRegime.STEADY)
 
     @property
     def width(self) -> float:

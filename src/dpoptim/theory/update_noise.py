@@ -238,10 +238,7 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
     Args:
         gradient: g, without zeros, where s would be infinite.
         exponent: p.
-        cost: What the noise is summed over.
-
-    Returns:
-        The sum; see `Cost`.
+        cost: What the noise is summed over; see `Cost`.
 
     Raises:
         ValueError: If the gradient has a zero or `exponent` is outside [0, 1].

@@ -88,11 +88,7 @@ def BatchMemoryManager(
     """Return a context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
 
     The loop calls `zero_grad()`, `backward()` and `step()` for every part. The last part of a step updates the model.
-
-    Args:
-        data_loader: The loader that `make_private` returned.
-        max_physical_batch_size: The largest number of examples in memory at once.
-        optimizer: The optimizer that `make_private` returned.
+    Pass the loader and the optimizer that `make_private` returned.
 
     Guarantee: Sums, noise and ε do not depend on the size of the parts.
     """
