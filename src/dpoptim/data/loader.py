@@ -272,8 +272,6 @@ def private_loader(
         )
     if digest is not None and not isinstance(digest, str):
         raise ValueError(f"Expected a string digest that names the examples, got {type(digest).__name__}.")
-    if key is not None and not isinstance(key, NoiseKey):
-        raise ValueError(f"Expected a NoiseKey as key, got {type(key).__name__}. Use NoiseKey.generate().")
     check_rng(collate_fn=collate_fn)
     if check_schema and micro_batch_size != 1:
         if is_in_memory(dataset):

@@ -57,6 +57,8 @@ class Processes:
 
     def shared_key(self, key: NoiseKey | None) -> NoiseKey:
         """Return the given key, or a new one that all processes share."""
+        if key is not None and not isinstance(key, NoiseKey):
+            raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}. Use NoiseKey.load or .generate.")
         if key is not None or self.count == 1:
             return key or NoiseKey.generate()
         return NoiseKey.from_bytes(self.from_first(NoiseKey.generate()._secret))

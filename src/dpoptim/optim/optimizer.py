@@ -88,8 +88,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"model must be an nn.Module, got {type(model).__name__}. Pass the model, not model.parameters()."
             )
         check_plan(plan)
-        if key is not None and not isinstance(key, NoiseKey):
-            raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}. Use NoiseKey.load(path).")
         if not lr >= 0:
             raise ValueError(f"lr={lr} must be 0 or more")
         if loss_reduction not in ("sum", "mean"):
