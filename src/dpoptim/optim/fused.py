@@ -6,24 +6,15 @@ Where no fused version applies, the slots compute the same up to the rounding of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from dpoptim import kernels
 from dpoptim.kernels import choose
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import Adam, UpdateRule
 from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
-
-
-def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
-    on_gpu = choose.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
-    if not on_gpu or not all(parameter.is_contiguous() for parameter in bundle.parameters):
-        return None
-    from dpoptim.kernels import adam_triton
-
-    return adam_triton
 
 
 def adam_step_(
@@ -36,11 +27,10 @@ def adam_step_(
     if _runs_on_cpu(bundle):
         _cpu_adam_step_(bundle, rule, gradients)
         return True
-    kernels = _kernels_for(bundle)
-    if kernels is None:
+    if not _runs_on_gpu(bundle):
         return False
     lr, decay = float(bundle.group["lr"]), bundle.group["weight_decay"]
-    kernels.adam_step_(
+    kernels.adam_triton.adam_step_(
         bundle.parameters,
         gradients,
         bundle.get("first_moment"),
@@ -54,6 +44,11 @@ def adam_step_(
         kept=1 - lr * decay if rule.decoupled else 1.0,
     )
     return True
+
+
+def _runs_on_gpu(bundle: ParameterBundle) -> bool:
+    on_gpu = choose.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
+    return on_gpu and all(parameter.is_contiguous() for parameter in bundle.parameters)
 
 
 def _runs_on_cpu(bundle: ParameterBundle) -> bool:
