@@ -192,6 +192,8 @@ def dp_sgd(run: Run, *, rule: SGD) -> Tensor:
 def post_processing(run: Run, *, rule: Rule, noiseless: bool = False, biases: list[float] | None = None) -> Tensor:
     """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is without noise: NOT private.
 
+    `biases` are subtracted from ν̂; see `bias_correction`.
+
     >>> run = Run(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
     ...           clip_norm=1.0, noise_stddev=0.0, batch_size=4)
     >>> post_processing(run, rule=Adam(lr=1.0, eps=0.0)).tolist()
