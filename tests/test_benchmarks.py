@@ -50,6 +50,7 @@ def test_scripts_start_outside_the_tests(script, tmp_path):
     assert "usage:" in done.stdout
 
 
+@pytest.mark.slow
 def test_trainers_are_timed_and_profiled(trainer, monkeypatch, tmp_path):
     record, table, again = tmp_path / "trainer.json", tmp_path / "trainer.md", tmp_path / "again.md"
     options = ["--only", "bert tiny", "--repeats", 2, "--profile", "--json", record, "--write", table]
@@ -69,6 +70,7 @@ def test_trainers_are_timed_and_profiled(trainer, monkeypatch, tmp_path):
     assert "| BERT tiny trainer, 4 × 2 texts × 16 tokens |" in table.read_text()
 
 
+@pytest.mark.slow
 def test_loops_are_timed(trainer, monkeypatch, tmp_path):
     record = tmp_path / "loops.json"
     assert run(trainer, monkeypatch, "--only", "llama", "--ways", "plain,scaled", "--repeats", 2, "--json", record) == 0
