@@ -197,12 +197,15 @@ def markdown(record: dict[str, Any]) -> str:
     for group in record["groups"]:
         count, least = group["count"], round(2 * (1 - 1 / group["count"]) * 4 * record["parameters"])
         efficiency, best = alone / (count * group["step"][1]), min(1, cores / count)
-        steps.append([str(count), shown(group["step"]), f"{efficiency:.2f}", f"{best:.2f}"])
+        rounds = f"{min(group['round_medians']):.0f}–{max(group['round_medians']):.0f}"
+        steps.append([str(count), shown(group["step"]), rounds, f"{efficiency:.2f}", f"{best:.2f}"])
         for variant, found in group["sent"].items() if count > 1 else ():
             cells = [least, found["all_reduce"], sum(found.values()) - found["all_reduce"]]
             sent.append([str(count), f"`{variant}`", *(f"{cell:,}" for cell in cells)])
         for name, (whole, *sliced) in group["noise"].items():
-            faster = ["slices" if ms < whole[1] else "all" for _, ms, _ in sliced]
+            faster = [  # only if the quartiles do not overlap
+                "slices" if part[2] < whole[0] else "all" if whole[2] < part[0] else "unclear" for part in sliced
+            ]
             noise.append(
                 [str(count), f"`{name}`", shown(whole), *(map(shown, sliced) if sliced else "-"), *(faster or "-")]
             )
@@ -211,15 +214,15 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['tokens']} tokens in all processes together. Times: medians (and quartiles) of {record['rounds']} "
         f"rounds × {record['repeats']} repeats, by `python benchmarks/processes.py`; its docstring explains them."
     )
-    lines = ["# Training in several processes", "", made]
+    lines = ["# Training in several processes", "", made, *(["", record["note"]] if record.get("note") else [])]
 
     def add(title: str, columns: str, rows: list[list[str]], *notes: str) -> None:
         table = markdown_table(["processes", *columns.split(" | ")], rows)
         lines.extend(["", f"## {title}", "", *table, "", *(f"- {note}" for note in notes)])
 
     add(
-        "Time of a step", f"ms per step | efficiency | limit on {cores} cores", steps,
-        "Efficiency is (time with 1 process) / (processes × time).",
+        "Time of a step", f"ms per step | medians of the rounds | efficiency | limit on {cores} cores", steps,
+        "Efficiency is (time with 1 process) / (processes × time). If the rounds overlap, it says little.",
         f"The machine has only {cores} cores. More processes than that share them and cannot be efficient here.",
         "Every process makes all of the noise and updates all parameters; only the batch is divided.",
     )  # fmt: skip
@@ -232,6 +235,7 @@ def markdown(record: dict[str, Any]) -> str:
     add(
         "Noise", "noise | all in every process, ms | a slice each and all_gather, ms | faster here", noise,
         "dpoptim makes all of the noise in every process. Slices have the same bits, but must be sent.",
+        "Unclear: the quartiles overlap.",
         f"More than {cores} processes compete for the cores, which favours slices: they make less noise in total.",
     )  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -243,6 +247,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N", help=f"(default: {default})")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--note", metavar="TEXT", help="record what else the machine did")
     add_json(parser)
     add_write(parser)
     options = parser.parse_args()
@@ -257,6 +262,8 @@ def main() -> None:
             record = read_as(options.earlier, "processes.py", "groups", "cores", "parameters", "rounds")
     else:
         record = measure(options)
+    if options.note:
+        record["note"] = options.note
     print(markdown(record))
     if options.json:
         save(record, options.json)
