@@ -1,9 +1,10 @@
-"""benchmarks/trainer.py runs on tiny models, times what it should, and writes a table that it can read again."""
+"""benchmarks/trainer.py and processes.py run on tiny sizes, time what they should, and write tables they can reread."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -41,7 +42,8 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["abstracts", "growth", "noise", "picture", "small", "steps", "strategies", "trainer", "versions"]
+    "script",
+    ["abstracts", "growth", "noise", "picture", "processes", "small", "steps", "strategies", "trainer", "versions"],
 )
 def test_scripts_start_outside_the_tests(script, tmp_path):
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
@@ -150,3 +152,25 @@ def test_a_new_process_measures_the_first_step(trainer, monkeypatch):
     found = trainer.in_new_process(trainer.cases("cpu")[0][0], "private", profile=False)
     assert found["first_s"] > 0
     assert found["constructed_s"] > 0
+
+
+@pytest.mark.slow
+def test_processes_are_timed_and_their_bytes_counted(tmp_path):
+    record, table, again = tmp_path / "processes.json", tmp_path / "processes.md", tmp_path / "again.md"
+    script = [sys.executable, str(BENCHMARKS / "processes.py")]
+    sizes = ["--most", "2", "--rounds", "1", "--repeats", "2", "--examples", "4", "--tokens", "16"]
+    subprocess.run([*script, *sizes, "--json", str(record), "--write", str(table)], check=True)
+    alone, pair = json.loads(record.read_text())["groups"]
+    assert not any(alone["sent"].values())
+    gradients = 4 * json.loads(record.read_text())["parameters"]  # a ring of two sends each vector once
+    checks = {"all_gather_into_tensor": 4 * 8, "broadcast": 1}
+    assert pair["sent"]["scale_then_privatize"] == {**checks, "all_reduce": gradients}
+    assert pair["sent"]["joint_moments"] == {**checks, "all_reduce": 2 * gradients}
+    text = table.read_text()
+    assert re.search(r"^\| 1 \| \d+ \(.+\) \| \d+–\d+ \| 1\.00 \| 1\.00 \|$", text, re.M)
+    assert re.search(r"^\| 2 \| \d+ \(.+\) \| \d+–\d+ \| \d\.\d\d \| \d\.\d\d \|$", text, re.M)
+    for noise in ("`Independent()`", "`BufferedToeplitz(buffers=3)`"):
+        assert f"| 1 | {noise} | " in text
+        assert re.search(rf"^\| 2 \| {re.escape(noise)} \|.+\| (all|slices|unclear) \|$", text, re.M)
+    subprocess.run([*script, "--from", str(record), "--write", str(again)], check=True)
+    assert again.read_text() == text
