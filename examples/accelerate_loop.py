@@ -72,7 +72,8 @@ def main() -> None:
     schedule = get_scheduler("linear", private, num_warmup_steps=plan.steps // 20, num_training_steps=plan.steps)
 
     # Do not pass the private loader to prepare: the loop iterates over it directly, for all steps of the plan.
-    model, optimizer, schedule = prepare_accelerate(accelerator, model, private, schedule)
+    # Do not pass the schedule either: it would take one step per process.
+    model, optimizer = prepare_accelerate(accelerator, model, private)
     model.train()
     for batch in dpoptim.secret_randomness(loader, private):  # dropout uses secret randomness
         with accelerator.autocast():
@@ -90,11 +91,13 @@ def main() -> None:
         right = 0
         for batch in held_out:
             with torch.no_grad():
-                right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
-        print(f"accuracy {right / len(held_out.dataset):.3f}, on data that the guarantee does not cover")
-    accelerator.unwrap_model(model).save_pretrained(options.output_dir)
-    tokenizer.save_pretrained(options.output_dir)
-    print(plan.statement())
+                is_right = model(**batch).logits.argmax(-1) == batch["labels"]
+            right += int(accelerator.gather_for_metrics(is_right).sum())
+        accelerator.print(f"accuracy {right / len(held_out.dataset):.3f}, on data that the guarantee does not cover")
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(options.output_dir)
+        tokenizer.save_pretrained(options.output_dir)
+        print(plan.statement())
 
 
 if __name__ == "__main__":

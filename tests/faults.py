@@ -281,7 +281,7 @@ whole-batch-in-each-process: Every process takes the whole batch, so each exampl
 
 sums-not-added-up: Each process releases its own share, with all of the noise.
     in data/processes.py, found by distributed/test_processes.py -k one_process
-    - distributed.all_reduce(vector)
+    - _exchange(distributed.all_reduce, vector)
     + pass
 
 noise-from-each-process: Each process makes different noise.

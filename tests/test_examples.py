@@ -22,6 +22,7 @@ from peft import AutoPeftModelForSequenceClassification
 
 import dpoptim
 from tests.app import tiny
+from tests.distributed.launch import torchrun
 
 IMPORT = "from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -153,6 +154,30 @@ def test_accelerate_loop(run: Run, tmp_path: Path) -> None:
     trained = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     before = transformers.AutoModelForSequenceClassification.from_pretrained(model)
     assert not torch.equal(trained.classifier.weight, before.classifier.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text_classification", "accelerate_loop"])
+def test_two_processes(tmp_path: Path, name: str) -> None:
+    model = bert(tmp_path, transformers.BertForSequenceClassification)
+    train, held_out = labelled_file(tmp_path, "train.csv"), labelled_file(tmp_path, "held_out.csv")
+    flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", held_out, "--labels", *LABELS]
+    sizes = ["--batch_size", "4", "--micro_batch_size", "2", "--max_train_steps", "3", "--cpu"]
+    more = [*sizes, *PRIVACY, "--output_dir", "out"] if name == "accelerate_loop" else trainer_flags(tmp_path)
+    done = torchrun(str(EXAMPLES / f"{name}.py"), *flags, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    if name == "text_classification":
+        check_output(tmp_path, done.stdout)
+        measured = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_accuracy"]
+    else:
+        assert done.stdout.count("on data that the guarantee does not cover") == 1
+        measured = float(done.stdout.split("accuracy ")[1].split(",")[0])
+    trained = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        found = [int(trained(**words(text, return_tensors="pt")).logits.argmax()) for text in OTHERS]
+    accuracy = sum(label == number % 2 for number, label in enumerate(found)) / len(found)
+    assert measured == pytest.approx(accuracy, abs=1e-3)
 
 
 def test_lightning_module(run: Run, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import signal
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -281,14 +284,53 @@ def late_start() -> dict[str, str]:
     return found
 
 
-def fail() -> None:
-    """Process 1 runs out of memory in the third step."""
-    model, optimizer, loader = started(plan_of())
-    for number, (x, y) in enumerate(loader):
-        if number == 2 and int(os.environ["RANK"]) == 1:
-            raise torch.OutOfMemoryError("process 1 has no memory left")
+def _run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("process 1 has no memory left")
+
+
+FAULTS = {
+    "nothing": lambda: None,
+    "raises": _run_out_of_memory,
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(3600),
+}
+FAULTS["is killed before it saves"] = FAULTS["is killed"]
+
+
+def fail(what: str, folder: str) -> None:
+    """Fail, and leave the time at which this happened in a file."""
+    Path(folder, "failed").write_text(str(time.time()))
+    FAULTS[what]()
+
+
+def disturbed(folder: str, what: str = "nothing", seconds: str = "") -> Tensor:
+    """Resume a run that process 0 saves after every step. In step 3, process 1 fails, or process 0 before it saves."""
+    if seconds:
+        distributed.init_process_group(timeout=datetime.timedelta(seconds=float(seconds)))
+    rank, file = int(os.environ["RANK"]), Path(folder, "run.pt")
+    Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+    model, optimizer, loader = started(plan_of("BandMF"))
+    if file.exists():
+        state = torch.load(file, weights_only=False)
+        for part, owner in {"model": model, "optimizer": optimizer, "loader": loader}.items():
+            owner.load_state_dict(state[part])
+    if rank == 0:
+        header = run_header(optimizer, settings={}, data=None)
+        book = StepLedger.open(Path(folder, "ledger"), header, step=optimizer.mechanism.step or None)
+        optimizer.mechanism.before_step = book.before_step
+    fails_unsaved = what == "is killed before it saves"
+    for x, y in loader:
         losses_of(model, x, y).sum().backward()
+        if rank == 1 and optimizer.mechanism.step == 2 and not fails_unsaved:
+            fail(what, folder)
         optimizer.step()
+        if rank == 0 and optimizer.mechanism.step == 3 and fails_unsaved:
+            fail(what, folder)
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+            torch.save(state, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
+    return weights(model)
 
 
 def main(folder: str, names: list[str], defined: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Run jobs of `jobs` in several processes, and return what each process found."""
+"""Run jobs of `jobs` in several processes, and return what each process found; start commands with torchrun."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def run_jobs(count: int, *jobs: str, module: str = "jobs") -> list[dict[str, Any
                 process.kill()
         assert not any(process.returncode for process in started), "\n".join(errors)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
+
+
+def torchrun(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a script or `-m MODULE` in two processes; its errors are in the result."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--monitor-interval", "2"]  # leaves processes time to print their errors before torchrun ends them
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    return subprocess.run(
+        [*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )

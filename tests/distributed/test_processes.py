@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.distributed.jobs import NOISES, STEPS, plan_of
-from tests.distributed.launch import ROOT, run_jobs
+from tests.distributed.launch import run_jobs
 
 CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
 
@@ -128,19 +125,3 @@ def test_a_changed_number_of_processes_needs_a_ledger(tmp_path):
 def test_a_late_start_of_torch_distributed_is_refused():
     for found in run_jobs(2, "late_start"):
         assert all("was started" in error for error in found["late_start"].values()), found
-
-
-@pytest.mark.slow
-def test_a_failing_process_ends_the_run(tmp_path):
-    """torchrun ends the other processes, so that they do not wait."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.distributed.jobs", str(tmp_path), "fail"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "process 1 has no memory left" in done.stderr

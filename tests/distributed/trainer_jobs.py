@@ -12,6 +12,7 @@ import accelerate
 import torch
 
 from dpoptim import app
+from dpoptim.app.cli import main
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.run_log import read_log
@@ -19,6 +20,7 @@ from dpoptim.data.processes import Processes
 from dpoptim.integrations.accelerate import prepare_accelerate
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.noise import NoiseKey
+from dpoptim.optim import PrivateOptimizer
 from tests.distributed import jobs
 from tests.integrations.hugging_face import cases
 
@@ -101,16 +103,44 @@ class _StopsAfter(ProgressReporter):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def command(folder: str) -> dict[str, Any]:
-    """`dpoptim train` without a pause, and stopped after three of six steps and resumed."""
+def _fix_keys() -> None:
     NoiseKey.generate = classmethod(lambda cls: cls.from_bytes(bytes(32)))  # type: ignore[method-assign, assignment]
     os.urandom = bytes
+
+
+def _table(folder: str) -> str:
+    """Write a file of 80 records in process 0."""
     data = Path(folder, "table.csv")
     if os.environ["RANK"] == "0":
         data.write_text("a,b,label\n" + "".join(f"{i % 7},{i % 5},{i % 2}\n" for i in range(80)))
     Processes.current().from_first(None)  # waits for the file
+    return str(data)
+
+
+def stopped(folder: str, what: str, *more: str) -> None:
+    """`dpoptim train` with a fixed key, or with --resume; in step 3, process 1 fails."""
+    _fix_keys()
+    own = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50", "--steps", "6"]
+    own += ["--batch-size", "16", "--device", "cpu", "--sampling", "poisson", "--checkpoint-every", "100"]
+    step = PrivateOptimizer.step
+
+    def failing_step(self: PrivateOptimizer, *given: Any) -> Any:
+        if what != "nothing" and self.mechanism.step == 2 and os.environ["RANK"] == "1":
+            jobs.fail(what, folder)
+        return step(self, *given)
+
+    PrivateOptimizer.step = failing_step  # type: ignore[method-assign, assignment]
+    run = str(Path(folder, "run"))
+    status = main(["train", *(("--resume", run) if Path(run).exists() else (*own, "--run-dir", run)), *more])
+    if status:
+        sys.exit(status)
+
+
+def command(folder: str) -> dict[str, Any]:
+    """`dpoptim train` without a pause, and stopped after three of six steps and resumed."""
+    _fix_keys()
     recipe = Recipe(
-        model="mlp", data=str(data), label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
+        model="mlp", data=_table(folder), label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
         sampling="poisson", noise="independent", checkpoint_every=100, micro_batch_size=4,
     )  # fmt: skip
     whole, paused = Path(folder, "whole"), Path(folder, "paused")

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Processes:
         if not (distributed.is_available() and distributed.is_initialized()):
             if _started() == 1:
                 return cls()
-            distributed.init_process_group()
+            distributed.init_process_group(timeout=timedelta(minutes=30))
         return cls(distributed.get_rank(), distributed.get_world_size())
 
     def share(self, items: Any) -> Any:
@@ -52,7 +53,7 @@ class Processes:
         """Return the value of process 0."""
         held = [value]
         if self.count > 1:
-            distributed.broadcast_object_list(held, src=0)
+            _exchange(distributed.broadcast_object_list, held, src=0)
         return held[0]
 
     def shared_key(self, key: NoiseKey | None) -> NoiseKey:
@@ -80,7 +81,7 @@ class Processes:
         """Overwrite tensors with those of process 0."""
         if self.count > 1:
             for tensor in tensors:
-                distributed.broadcast(tensor.detach(), src=0)
+                _exchange(distributed.broadcast, tensor.detach(), src=0)
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Refuse values that differ between processes. They are compared by digest, in one collective."""
@@ -91,7 +92,7 @@ class Processes:
             for name, value in values.items()
         }
         found: list[Any] = [None] * self.count
-        distributed.all_gather_object(found, digests)
+        _exchange(distributed.all_gather_object, found, digests)
         for name in values:
             others = [rank for rank in range(self.count) if found[rank].get(name) != found[0].get(name)]
             if others:
@@ -105,16 +106,16 @@ class Processes:
         if self.count == 1:
             return own
         numbers = torch.tensor([own, *common], dtype=torch.int64, device=device)
-        gathered = numbers.new_empty(self.count * len(numbers))
-        distributed.all_gather_into_tensor(gathered, numbers)
-        found = gathered.view(self.count, -1).tolist()
+        gathered = [torch.empty_like(numbers) for _ in range(self.count)]
+        _exchange(distributed.all_gather, gathered, numbers)
+        found = torch.stack(gathered).tolist()
         return sum(one[0] for one in found) if all(one[1:] == [*common] for one in found) else None
 
     def add_up(self, vectors: Iterable[Tensor]) -> None:
         """Replace each vector with its sum over all processes, with the same bits everywhere."""
         if self.count > 1:
             for vector in vectors:
-                distributed.all_reduce(vector)
+                _exchange(distributed.all_reduce, vector)
 
     def only_first(self, check: Callable[[], None], device: torch.device) -> None:
         """Run a check in process 0; if it fails, all processes raise an error."""
@@ -126,11 +127,21 @@ class Processes:
                 error = found
         if self.count > 1:
             failed = torch.tensor(error is not None, device=device)
-            distributed.broadcast(failed, src=0)
+            _exchange(distributed.broadcast, failed, src=0)
             if bool(failed) and self.rank > 0:
                 raise ValueError("process 0 refused the step; see its error message")
         if error is not None:
             raise error
+
+
+def _exchange(collective: Callable[..., Any], *values: Any, **named: Any) -> None:
+    """Run a collective of torch.distributed; a process that has lost the others raises a ConnectionError."""
+    try:
+        collective(*values, **named)
+    except RuntimeError as error:
+        if isinstance(error, distributed.DistError) or "gloo" in str(error):
+            raise ConnectionError("another process failed or did not answer in time (see its own message)") from error
+        raise
 
 
 def _started() -> int:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from dpoptim.app.cli.options import OneLineParser, explain_unknown
+from dpoptim.app.cli.options import OneLineParser, explain_unknown, print_error
 from dpoptim.version import __version__
 
 COMMANDS = {
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     chosen, unknown = parser.parse_known_args(given)
     if unknown:
-        print(f"dpoptim {chosen.command}: {explain_unknown(commands[chosen.command], unknown)}", file=sys.stderr)
+        print_error(f"dpoptim {chosen.command}: {explain_unknown(commands[chosen.command], unknown)}")
         return 2
     try:
         status: int = chosen.run(chosen)
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
         return 141
     except (ValueError, OSError) as error:
-        print(f"dpoptim: {error}", file=sys.stderr)
+        print_error(f"dpoptim: {error}")
         return 2
     except (RuntimeError, MemoryError) as error:
         from dpoptim.optim.out_of_memory import has_advice
 
         if not has_advice(error):
             raise
-        print(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "), file=sys.stderr)
+        print_error(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "))
         return 2
     except KeyboardInterrupt:
         print("dpoptim: interrupted", file=sys.stderr)

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -57,7 +58,16 @@ class OneLineParser(argparse.ArgumentParser):
         self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        print_error(f"{self.prog}: {message}; see {self.prog} --help")
+        self.exit(2)
+
+
+def print_error(line: str) -> None:
+    """Print an error, once per machine: torchrun ends the processes that wait here when the first one fails, too."""
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(5)
+        line = f"process {os.environ.get('RANK')}: {line}"
+    print(line, file=sys.stderr)
 
 
 def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
-from dpoptim.optim.out_of_memory import RUNNING, add_advice, is_out_of_memory
+from dpoptim.optim.out_of_memory import RUNNING, add_advice, advising, is_out_of_memory
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__
@@ -141,9 +141,9 @@ def resume(
 
 def _follow(setup: RunSetup, key: NoiseKey, processes: Processes) -> dict[str, Any]:
     """Take the steps of a run that process 0 logs, evaluates, saves and stops; return no summary."""
-    digest = training_digest(setup.prepared, key)
+    loop = Loop(setup, key, digest=training_digest(setup.prepared, key))
     # A signal is only noted here: process 0 decides when all stop.
-    with contextlib.closing(Loop(setup, key, digest=digest)) as loop, stopping_between_steps():
+    with contextlib.closing(loop), stopping_between_steps(), advising(loop.optimizer, RUNNING):
         found = processes.from_first(None)
         if found is not None:
             loop.load_state_dict(load_checkpoint(Path(found)))
@@ -224,7 +224,7 @@ class _Run:
             else:
                 self._save_model()
         except BaseException as error:
-            if isinstance(error, Exception) and is_out_of_memory(error):
+            if isinstance(error, Exception) and (is_out_of_memory(error) or isinstance(error, ConnectionError)):
                 add_advice(error, loop.optimizer, RUNNING)
                 with contextlib.suppress(OSError, RuntimeError, MemoryError):
                     self._save_before_failed_step(error)

@@ -1,0 +1,89 @@
+"""A process that raises, is killed or hangs ends all of them in time, and the last checkpoint resumes the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpoptim import app
+from tests.distributed.jobs import weights
+from tests.distributed.launch import run_jobs, torchrun
+
+pytestmark = pytest.mark.slow
+GRACE = 40  # seconds, as in docs/distributed.md; torchrun needs 30 if a process does not end
+TIMEOUT = 5  # seconds, where one is set: how long a process waits for the others
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights and the ledger of a run without faults."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = run_jobs(2, f"disturbed:{folder}")
+    return found[0]["disturbed"], (folder / "ledger").read_bytes()
+
+
+def seconds_since_fault(folder: Path) -> float:
+    return time.time() - float((folder / "failed").read_text())
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("what", ["raises", "is killed", "hangs", "is killed before it saves"])
+def test_a_fault_ends_all_processes_and_the_run_resumes(tmp_path, undisturbed, what):
+    seconds = str(TIMEOUT) if what == "hangs" else ""
+    done = torchrun("-m", "tests.distributed.jobs", str(tmp_path), f"disturbed:{tmp_path}:{what}:{seconds}")
+    assert seconds_since_fault(tmp_path) < GRACE + (TIMEOUT if what == "hangs" else 0)
+    assert done.returncode != 0
+    assert not any(is_running(int((tmp_path / f"{rank}.pid").read_text())) for rank in range(2))
+    assert ("process 1 has no memory left" in done.stderr) == (what == "raises")
+    if what == "hangs":  # otherwise torchrun may end the others before they print
+        assert "another process failed or did not answer in time" in done.stderr
+    assert torch.load(tmp_path / "run.pt", weights_only=False)["loader"]["next_step"] == 2
+
+    final, ledger = undisturbed
+    released = (tmp_path / "ledger").read_bytes()
+    assert ledger.startswith(released)
+    assert released.count(b"\n") - 1 == (3 if what == "is killed before it saves" else 2)
+    for found in run_jobs(2, f"disturbed:{tmp_path}"):
+        assert torch.equal(found["disturbed"], final)
+    assert (tmp_path / "ledger").read_bytes() == ledger  # each step has one content
+
+
+def test_the_command_line_saves_the_steps_before_a_fault(tmp_path):
+    """So a run without memory resumes with smaller micro-batches, which must not repeat a step."""
+    job, whole, failed = (
+        ["-m", "tests.distributed.trainer_jobs", str(tmp_path)],
+        tmp_path / "whole",
+        tmp_path / "failed",
+    )
+    whole.mkdir()
+    failed.mkdir()
+    done = torchrun(*job, f"stopped:{whole}:nothing")
+    assert done.returncode == 0, done.stderr
+    done = torchrun(*job, f"stopped:{failed}:raises")
+    assert seconds_since_fault(failed) < GRACE
+    assert done.returncode != 0
+    assert "process 1: dpoptim: Out of memory" in done.stderr
+    assert done.stderr.count("dpoptim: training stopped") == 1
+    assert "step 2 is saved" in done.stderr
+    assert "Error:" not in done.stderr.split("torch.distributed.elastic")[0]  # no traceback but torchrun's
+    done = torchrun(*job, f"stopped:{failed}:nothing:--micro-batch-size:4")
+    assert done.returncode == 0, done.stderr
+    expected, found = (weights(app.load_trained(folder / "run")) for folder in (whole, failed))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_of_all_processes_is_printed_once(tmp_path):
+    done = torchrun("-m", "dpoptim", "train", "--model", "mlp", "--data", "missing.csv", "--epsilon", "8", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("data 'missing.csv' does not exist") == 1
