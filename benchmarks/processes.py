@@ -49,6 +49,7 @@ NOISES: tuple[StrategySpec, ...] = (dpoptim.Independent(), dpoptim.BufferedToepl
 # Bytes that each of n processes sends in a ring. Of a broadcast, this is the most that one process passes on.
 SENT: dict[str, Callable[..., float]] = {
     "all_reduce": lambda n, vector: 2 * (n - 1) / n * vector.nbytes,
+    "all_gather": lambda n, out, own: (n - 1) * own.nbytes,
     "all_gather_into_tensor": lambda n, out, own: (n - 1) * own.nbytes,
     "all_gather_single": lambda n, out, own: (n - 1) * own.nbytes,
     "all_gather_object": lambda n, out, own: (n - 1) * len(pickle.dumps(own)),

@@ -163,7 +163,7 @@ def test_processes_are_timed_and_their_bytes_counted(tmp_path):
     alone, pair = json.loads(record.read_text())["groups"]
     assert not any(alone["sent"].values())
     gradients = 4 * json.loads(record.read_text())["parameters"]  # a ring of two sends each vector once
-    checks = {"all_gather_into_tensor": 4 * 8, "broadcast": 1}
+    checks = {"all_gather": 4 * 8, "broadcast": 1}
     assert pair["sent"]["scale_then_privatize"] == {**checks, "all_reduce": gradients}
     assert pair["sent"]["joint_moments"] == {**checks, "all_reduce": 2 * gradients}
     text = table.read_text()
