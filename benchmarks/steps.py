@@ -83,12 +83,13 @@ def private_steps(
     size = len(batch[0])
     plan = package.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
     make = package.scale_then_privatize if way in ("scaled", "captured") else package.post_processing
+    graphs = way in ("captured", "captured flat")  # the second is for trainer.py
     optimizer = make(model, plan, lr=1e-4, **{batches: True})
 
     def ordinary(*given: Tensor) -> object:
         return case.loss(model, given).sum().backward()
 
-    captured, steps = (optimizer.captured(lambda *given: case.loss(model, given)) if way == "captured" else None), 0
+    captured, steps = (optimizer.captured(lambda *given: case.loss(model, given)) if graphs else None), 0
     parts, micro_batch = [batch], getattr(case, "captured_micro_batch", None)  # older versions do not have it
     if captured is not None and micro_batch is not None:
         model.gradient_checkpointing_disable()  # micro-batches take its place

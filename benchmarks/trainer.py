@@ -26,8 +26,8 @@ made up and have equal lengths. Nothing is saved, and the progress bar is off.
   different thread. cProfile sees them from Python 3.12 on; in earlier versions they count for run_backward.
 
 The other cases time a step of a loop as steps.py does, and its docstring describes the methods. "plain" uses the loss
-that the model computes, "off" dpoptim's fused loss; both are without privacy. "flat", "scaled" and "captured" (scaled,
-as one CUDA graph) are private.
+that the model computes, "off" dpoptim's fused loss; both are without privacy. "flat", "scaled", "captured flat" and
+"captured" (scaled) are private; the last two run as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from rich.table import Table
 from steps import first_words, peaks, ran, timed
 from torch import nn
 
-TRAINERS, LOOPS = ("stock", "private"), ("plain", "off", "flat", "scaled", "captured")
-RATIOS = (("private", "stock"), ("flat", "off"), ("scaled", "off"), ("captured", "off"), ("scaled", "plain"))
+TRAINERS, LOOPS = ("stock", "private"), ("plain", "off", "flat", "scaled", "captured flat", "captured")
+RATIOS = (("private", "stock"), *((way, "off") for way in LOOPS[2:]), ("scaled", "plain"), ("captured", "plain"))
 TRAININGS = 2  # of each trainer
 GROUPS = {  # of host time: the packages whose files count for them
     "dpoptim": ("dpoptim",),
@@ -159,9 +159,10 @@ def tiny_bert() -> nn.Module:
 
 def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
     """Return all cases with their methods; those for the CPU take seconds."""
+    graphs = ("captured flat", "captured")
     eager = ("plain", "off", "flat", "scaled")
-    large = (*eager, "captured")
-    fused = ("off", "flat", "scaled", "captured")
+    large = (*eager, *graphs)
+    fused = ("off", "flat", "scaled", *graphs)
     adapters = ("plain", "off", "scaled")
     if device == "cpu":
         few = {"device": "cpu", "sizes": (4, 2, 16), "vocabulary": 64, "examples": 256, "warm": 1, "block": 1}
