@@ -23,6 +23,7 @@ from dpoptim.data.batch_arguments import padded_rows
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.optim import PrivateOptimizer
+from dpoptim.validation.temporary_changes import no_masks_from_values
 from tests.clipping.captured_loops import (
     VARIANTS,
     WIDTH,
@@ -846,7 +847,7 @@ def test_transformers_reads_no_mask():
     for name in ("masking_utils", "modeling_attn_mask_utils"):
         masking = pytest.importorskip(f"transformers.{name}")
         before = masking.is_tracing
-        with captured._no_masks_from_values():
+        with no_masks_from_values():
             assert not masking.is_tracing(None)
             assert masking.is_tracing(torch.ones(1, 1))
         assert masking.is_tracing is before

@@ -8,9 +8,9 @@ from torch import nn
 
 import dpoptim
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.explanation import explain
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-from dpoptim.clipping.parameter_gradients import NormMethod, ParameterGradients
+from dpoptim.clipping.parameter_gradients import ParameterGradients
+from dpoptim.kernels.norm_methods import Explanation, NormMethod
 from tests.clipping.models import CASES, Case, case, squares
 from tests.clipping.one_at_a_time import random_scale
 
@@ -76,7 +76,7 @@ def test_printed_table():
     weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
     weight.add(OuterProduct(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
     bias.add(Materialized(torch.ones(4, 9)))
-    assert str(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False)).splitlines() == [
+    assert str(Explanation.of({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False)).splitlines() == [
         "a physical batch of 4 examples",
         "  2 x *.weight [9, 9]: products of positions with each other (2 positions, 1.2 kB held)",
         "  0.bias [9]: gradients formed once, measured and summed (144 B held)",

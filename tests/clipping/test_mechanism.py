@@ -47,7 +47,7 @@ def test_models_that_combine_gradients_themselves_are_refused():
         PrivateMechanism(nn.DataParallel(Vector(2)), plan(), dpoptim.privacy.Gradient(), external_batches=True)
     sharded = Vector(2)
     next(sharded.parameters()).placements = ()  # type: ignore[attr-defined]  # as DTensor has
-    with pytest.raises(ValueError, match="sharded parameters"):
+    with pytest.raises(ValueError, match="not divided by rows"):
         PrivateMechanism(sharded, plan(), dpoptim.privacy.Gradient(), external_batches=True)
 
 

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import dpoptim
 from dpoptim.data.processes import Processes
+from dpoptim.data.shards import own_part, whole_state
 from dpoptim.integrations.run_identity import run_header
 from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 from tests.optim import table
@@ -41,10 +44,22 @@ def records(count: int = 60) -> Any:
     return [(torch.randn(3, generator=generator), torch.randn(2, generator=generator)) for _ in range(count)]
 
 
+SHARDED = bool(os.environ.get("SHARDED"))
+
+
 def model_of() -> nn.Sequential:
-    """A different model in each process, so that the first one's weights must be copied."""
-    torch.manual_seed(5 + int(os.environ["RANK"]))
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    """A different model in each process, so that the first one's weights must be copied; or the same, sharded."""
+    torch.manual_seed(5 if SHARDED else 5 + int(os.environ["RANK"]))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return sharded(model, model[2]) if SHARDED else model
+
+
+def sharded(model: Any, *parts: nn.Module) -> Any:
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+    for part in parts:
+        fully_shard(part)
+    return fully_shard(model)
 
 
 def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -52,15 +67,19 @@ def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    return torch.cat([p.detach().flatten().clone() for p in whole_state(list(model.parameters()))])
 
 
 def train(model: nn.Module, optimizer: Any, loader: Any, steps: int, *, factor: float = 1.0) -> list[Tensor]:
     """Return what each step released."""
     released: list[Tensor] = []
-    optimizer.observers.append(
-        lambda found: released.append(torch.cat([part.flatten().clone() for part in found.gradient.values()]))
-    )
+    shards = optimizer.mechanism.shards
+
+    def observe(found: Any) -> None:
+        gradient = found.gradient if shards is None else shards.whole(found.gradient)
+        released.append(torch.cat([part.flatten().clone() for part in gradient.values()]))
+
+    optimizer.observers.append(observe)
     for x, y in loader:
         (factor * losses_of(model, x, y)).sum().backward()
         optimizer.step()
@@ -192,7 +211,7 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
     model, optimizer, loader = started(plan)
     if Path(file).exists():
         state = torch.load(file, weights_only=False)
-        model.load_state_dict(state["model"])
+        set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
     if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
@@ -203,8 +222,9 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
         train(model, optimizer, loader, int(until))
     except ValueError as error:
         return str(error)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+    state = whole_state(state)
     if int(os.environ["RANK"]) == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
         torch.save(state, file)
     return weights(model)
 
@@ -254,6 +274,148 @@ def ledger() -> list[str]:
                 found.append(str(error))
             if int(os.environ["RANK"]) == 0:
                 book.close()
+    return found
+
+
+class Tied(nn.Module):
+    """A table that reads tokens and predicts them, with rows that do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.table(ids)).tanh())
+
+
+def tied() -> dict[str, Tensor]:
+    """The weights of a model with tied weights, clipped with and without a scale."""
+    found = {}
+    for make in (dpoptim.post_processing, dpoptim.scale_then_privatize):
+        torch.manual_seed(5)
+        model = sharded(Tied()) if SHARDED else Tied()
+        plan, generator = plan_of("BLT", steps=6), torch.Generator().manual_seed(2)
+        data: Any = [torch.randint(0, 11, (5,), generator=generator) for _ in range(60)]
+        loader = dpoptim.private_loader(data, plan, key=KEY, run_id="a")
+        optimizer = make(model, plan, 1e-2, key=KEY, run_id="a")
+        for ids in loader:
+            logits = model(ids)[:, :-1].flatten(0, 1)
+            losses = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+            losses.view(len(ids), -1).sum(1).sum().backward()
+            optimizer.step()
+        found[make.__name__] = weights(model)
+    return found
+
+
+def memory() -> dict[str, int]:
+    """Bytes that a process holds between steps, by what they hold."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 256), nn.Tanh(), nn.Linear(256, 128), nn.Linear(128, 2))
+    model = sharded(model, model[0], model[2]) if SHARDED else model
+    plan = plan_of("BandMF")
+    loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
+    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=KEY, run_id="a")
+    train(model, optimizer, loader, 2)
+    return {
+        "parameters": sum(own_part(p).nbytes for p in model.parameters()),
+        "state": sum(own_part(t).nbytes for state in optimizer.state.values() for t in state.values()),
+        "noise": optimizer.mechanism.noise_memory_bytes,
+    }
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x - x.mean(0))
+
+
+def mixing() -> str:
+    """Train a model that mixes examples; only the first process has more than one."""
+    model: nn.Module = Centered()
+    plan = plan_of(batch_size=Processes.current().count + 1)
+    loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
+    optimizer = dpoptim.dp_sgd(sharded(model), plan, 1e-2, key=KEY, run_id="a")
+    try:
+        train(model, optimizer, loader, 2)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def refused() -> dict[str, str]:
+    """Shard a part of the model only."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    sharded(model[0])
+    try:
+        dpoptim.dp_sgd(model, plan_of(), 1e-2)
+    except ValueError as error:
+        return {"some parameters": str(error)}
+    return {"some parameters": "no error"}
+
+
+class Bypassed(nn.Module):
+    """A layer's weight is used, but the layer itself never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused = nn.Linear(3, 3), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x), self.unused.weight)
+
+
+class Scaled(nn.Module):
+    """A module without a rule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.map = nn.Parameter(torch.ones(2)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x) * self.factor
+
+
+class Counting(nn.Module):
+    """Writes sums of its inputs into a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map: Any = nn.Linear(3, 2)
+        self.map.seen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.map.seen += x.sum(0)
+        return self.map(x)
+
+
+def mistakes() -> dict[str, str]:
+    """What happens to sharded models in unusual loops."""
+    makers = {"bypassed": Bypassed, "counting": Counting, "replaced": Scaled, "generic alone": Scaled}
+    found = {}
+    for what, make in {**makers, "generic inside": Scaled, "evaluated first": Scaled}.items():
+        model: Any = nn.Sequential(make())
+        Processes.current()
+        if what == "generic alone":
+            fully_shard(model[0])
+        fully_shard(model, ignored_params={model[0].map.seen} if what == "counting" else None)
+        if what == "evaluated first":
+            with torch.no_grad():
+                model(torch.zeros(1, 3))
+        plan = plan_of(steps=3)
+        try:
+            loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
+            optimizer = dpoptim.dp_sgd(model, plan, 1e-2, key=KEY, run_id="a")
+            if what == "replaced":
+                model[0] = Scaled()
+            train(model, optimizer, loader, 3)
+            found[what] = "released"
+        except ValueError as error:
+            found[what] = str(error)
     return found
 
 

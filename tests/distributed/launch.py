@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 180
+SECONDS = 420
 
 
-def run_jobs(count: int, *jobs: str, module: str = "jobs") -> list[dict[str, Any]]:
+def run_jobs(count: int, *jobs: str, module: str = "jobs", sharded: bool = False) -> list[dict[str, Any]]:
     """Run jobs of a module one after the other, and return the results of each process by job."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        group["SHARDED"] = "yes" if sharded else ""
         common = {**os.environ, **group, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
         command = [sys.executable, "-m", f"tests.distributed.{module}", folder, *jobs]
         started = [

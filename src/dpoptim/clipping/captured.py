@@ -12,7 +12,6 @@ scale is set if and only if one was set during the capture.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from torch import Tensor
 from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
-from dpoptim.clipping.explanation import Explanation
 from dpoptim.clipping.mechanism import PrivateMechanism
 from dpoptim.data.batch_arguments import BatchArguments, padded_rows, read_arguments
 from dpoptim.data.secret_randomness import host_generators, save_rng_states
@@ -33,7 +31,8 @@ from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
 from dpoptim.kernels.graphs import GraphMemory, Results, graph_of
 from dpoptim.kernels.inverse_root import ComputedScale
-from dpoptim.validation.temporary_changes import replaced
+from dpoptim.kernels.norm_methods import Explanation
+from dpoptim.validation.temporary_changes import no_masks_from_values
 
 MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
 
@@ -84,7 +83,8 @@ class Captured:
         self._engine.flush()  # adds the last replay before it is overwritten
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = read_arguments(self._losses, args, kwargs, devices[0])
-        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
+        is_sharded = self._sums.shards is not None
+        if is_sharded or batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
@@ -325,7 +325,7 @@ class _Shape:
 
         ordinary, engine.on_batch = engine.on_batch, on_batch
         try:
-            with _no_masks_from_values():
+            with no_masks_from_values():
                 losses = self.batch.losses()
                 torch.where(self.real, losses, 0.0).sum().backward()
             engine.flush()
@@ -354,17 +354,3 @@ def _repeating(restore: Callable[[], None]) -> Iterator[None]:
 def _can_capture(devices: Sequence[torch.device]) -> bool:
     # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
     return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
-
-
-@contextlib.contextmanager
-def _no_masks_from_values() -> Iterator[None]:
-    """Let the masks of transformers depend on which arguments are given, never on their values.
-
-    A capture cannot read values, and a run without a graph must round like a replay. No mask is built unless given.
-    """
-    with contextlib.ExitStack() as stack:
-        for name in ("masking_utils", "modeling_attn_mask_utils"):
-            module: Any = sys.modules.get(f"transformers.{name}")
-            if hasattr(module, "is_tracing"):
-                stack.enter_context(replaced(module, is_tracing=lambda tensor=None: tensor is not None))
-        yield

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from dpoptim.arguments import check_number
 from dpoptim.clipping.engine import Engine, PhysicalBatch
-from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.parameter_gradients import ParameterGradients
+from dpoptim.data.shards import Shards, own_part
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
+from dpoptim.kernels.norm_methods import Explanation
+from dpoptim.kernels.norms import wide_dtype
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
@@ -52,12 +54,15 @@ class ClippedSums:
         mean_loss: bool = False,  # the loop averages the losses of a physical batch; the division is undone here
         extra_memory: int = 0,  # bytes that a physical batch may use beyond activations and their gradients
         allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
+        shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
     ) -> None:
         check_number("clip_norm", clip_norm, above=0, infinity=True)
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
         self.scale: Scale = None
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: own_part(p) for name, p in model.named_parameters() if p.requires_grad}
+        self.shards = shards
+        self.skips_batch = False  # the next batch is a placeholder
         self.with_squares = squares
         self._empty = FlatTensors(self.parameters)
         self.saves_memory = len(self._empty.names) > 1  # at the cost of waiting for the device
@@ -67,7 +72,7 @@ class ClippedSums:
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
-        self.engine = Engine(model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing)
+        self.engine = Engine(model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing, shards=shards)
 
     @property
     def counts(self) -> ClippingCounts:
@@ -124,6 +129,9 @@ class ClippedSums:
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
+        if self.shards is not None:
+            self._clip_and_sum_shards(batch, factor, self.shards)
+            return
         found, is_trusted = self._clip(batch.gradients, self.scale, factor)
         rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
         self._remember_norm_methods(batch)
@@ -136,6 +144,43 @@ class ClippedSums:
         self.norms.append(found.norms)
         if not self.saves_memory:
             self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
+
+    def _clip_and_sum_shards(self, batch: PhysicalBatch, factor: int, shards: Shards) -> None:
+        """Clip and sum a batch of this process, and add up the sums of all processes.
+
+        Each process does this the same number of times; for a placeholder, every clip weight is 0. An example whose
+        norm cannot be trusted adds nothing.
+        """
+        found = []
+        for names in shards.buckets:
+            scale = None if self.scale is None else shards.whole({name: self.scale[name] for name in names})
+            if own := {name: batch.gradients[name] for name in names if name in batch.gradients}:
+                found.append(_measured(own, scale))
+        trusted = [trust for _, trust in found if trust is not None]
+        min_trusted_norm = torch.linalg.vector_norm(torch.stack(trusted), dim=0) if trusted else None
+        squares = torch.stack([squares for squares, _ in found]).sum(0)
+        clipped = clip_weights(squares, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+        weights = torch.zeros_like(clipped.weights) if self.skips_batch else clipped.weights
+        self._remember_norm_methods(batch)
+        for names in shards.buckets:
+            own = {name: batch.gradients.pop(name) for name in names if name in batch.gradients}
+            for sums, squared in ((self._sums, False), (self._square_sums, True)):
+                if sums is not None:
+                    totals = {name: self._whole_sum(name, own.get(name), weights, squared=squared) for name in names}
+                    for name, total in shards.added_up(totals):
+                        sums.add(name, total)
+        if not self.skips_batch:
+            self.examples += batch.examples
+            self._outcomes.append(clipped.counts)
+            self.norms.append(clipped.norms)
+
+    def _whole_sum(self, name: str, own: ParameterGradients | None, weights: Tensor, *, squared: bool) -> Tensor:
+        """Return Σ_j weights[j]·g_j, or the sum of squares, of a whole parameter; 0 if it took no part."""
+        assert self.shards is not None
+        part, dtype = self.parameters[name], wide_dtype(self.parameters[name].dtype)
+        if own is None:
+            return part.new_zeros(self.shards.shapes[name], dtype=dtype)
+        return (own.weighted_square_sum if squared else own.weighted_sum)(weights.to(own.precision)).to(dtype)
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
@@ -151,7 +196,7 @@ class ClippedSums:
         if kind not in self._explained:
             if len(self._explained) == 16:
                 self._explained.clear()
-            self._explained[kind] = explain(batch.gradients, scaled=self.scale is not None)
+            self._explained[kind] = Explanation.of(batch.gradients, scaled=self.scale is not None)
         self._explanation = self._explained[kind]
 
     def bounds(self) -> Hashable:

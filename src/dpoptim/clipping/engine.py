@@ -31,6 +31,7 @@ from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.parameter_gradients import ParameterGradients
+from dpoptim.data.shards import Shards, fsdp_modules
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
@@ -113,7 +114,9 @@ class Engine:
         *,
         extra_memory: int = 0,
         allow_mixing: bool = False,
+        shards: Shards | None = None,
     ) -> None:
+        self.shards = shards
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
         self._modules = list(model.modules())
@@ -135,7 +138,9 @@ class Engine:
         self.runs_plain = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
+        self._guarded: list[nn.Parameter] = []  # held, so that no other tensor gets their ids
         self.layers: dict[nn.Module, Layer] = {}
+        self._places = [] if shards is None else shards.places_of(model)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (type(None), ())  # copies and pickles of the model (averaged weights, a checkpoint) have no engine
@@ -161,8 +166,10 @@ class Engine:
         self._take_forwards()
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
-                guard = partial(self._refuse_unseen_gradient, self.names[id(parameter)])
-                self._handles.append(parameter.register_hook(guard))
+                self._guard(parameter, self.names[id(parameter)])
+        if self.shards is not None:
+            guard_whole = _Hooks(self).guard_whole
+            self._handles += [group.register_forward_pre_hook(guard_whole) for group in fsdp_modules(self.model)]
         self._handles += self._watch_calls()
         self._loss_is_checked = False
         if (found := _losses_checked.get(self.model)) is not None:
@@ -193,7 +200,7 @@ class Engine:
 
     def _watch_calls(self) -> Iterator[RemovableHandle]:
         """Watch calls of the model and of its larger parts that hold layers; the outermost call counts."""
-        _keep_compilers_out(_Hooks, "begin", "end")
+        _keep_compilers_out(_Hooks, "begin", "end", "guard_whole")
         hooks = _Hooks(self)
         # Members of a list are called by the module that holds them.
         lists = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList))
@@ -201,7 +208,8 @@ class Engine:
             is_near = name.count(".") < _WATCHED_DEPTH and not name.startswith(lists)
             is_part = is_near and module not in self.layers and any(m in self.layers for m in module.modules())
             if module is self.model or is_part:
-                yield module.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+                is_first = self.shards is not None  # before FSDP replaces parameters
+                yield module.register_forward_pre_hook(hooks.begin, with_kwargs=True, prepend=is_first)
                 yield module.register_forward_hook(hooks.end, always_call=True)
 
     def _model_check(self) -> ModelCheck:
@@ -239,7 +247,7 @@ class Engine:
                 raise ValueError(
                     f"parameter '{name}' was {change} after the optimizer was created; create the optimizer last"
                 )
-        if self._calls % 32 == 0 and list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]:
+        if self._calls % 32 == 0 and self._was_replaced():
             raise ValueError("a layer was replaced after the optimizer was created; create the optimizer last")
         self._calls += 1
         self.call = self._calls
@@ -259,13 +267,39 @@ class Engine:
         self.buffers.look()
         _refuse_scalars(module, output)
 
+    def guard_whole_parameters(self) -> None:
+        """Name and guard the whole parameters that FSDP has put in place of sharded ones, whether used or not."""
+        for name, owner, attribute in self._places:
+            parameter = owner._parameters[attribute]
+            if isinstance(parameter, nn.Parameter) and id(parameter) not in self.names:
+                self.names[id(parameter)] = name
+                self._guard(parameter, name)
+
+    def _guard(self, parameter: nn.Parameter, name: str) -> None:
+        self._guarded.append(parameter)
+        self._handles.append(parameter.register_hook(partial(self._refuse_unseen_gradient, name)))
+
+    def _was_replaced(self) -> bool:
+        """Return whether the model has new parameters or, if FSDP replaces them itself, new modules."""
+        if self.shards is not None:
+            return list(map(id, self.model.modules())) != list(map(id, self._modules))
+        return list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]
+
     def _check_call(self, module: nn.Module, arguments: Arguments) -> None:
         """Check that examples do not mix, once per call signature."""
-        if (arguments.examples or 0) < 2:
-            return
+
+        def needs_check() -> bool:
+            return (arguments.examples or 0) > 1 and self._signature(arguments) not in self._checked.get(module, [])
+
+        if self.shards is not None:
+            given = pytree.tree_unflatten(arguments.leaves, arguments.structure)
+            for call in self.shards.calls_to_check(given, needs_check, device=next(self.model.parameters()).device):
+                self._check_first_call(module, Arguments.of(call, type(module).__name__))
+        elif needs_check():
+            self._check_first_call(module, arguments)
+
+    def _check_first_call(self, module: nn.Module, arguments: Arguments) -> None:
         signature, checked = self._signature(arguments), self._checked.setdefault(module, [])
-        if signature in checked:
-            return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ValueError("an unchecked call cannot be captured; run it once without a graph")
         name = type(module).__name__
@@ -487,6 +521,10 @@ class _Hooks:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.engine is not None:
             self.engine.begin_call(module, args, kwargs)
+
+    def guard_whole(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.engine is not None:
+            self.engine.guard_whole_parameters()
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.engine is not None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine, UncheckedLossError, public_data
+from dpoptim.data.processes import Processes
+from dpoptim.data.shards import Shards, is_sharded
 from dpoptim.kernels.norms import wide
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -93,7 +95,7 @@ def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> 
     Returns:
         The bytes that the gradient factors of one example take until its batch is clipped.
     """
-    engine = Engine(model, lambda _: None)
+    engine = Engine(model, lambda _: None, shards=Shards.of(model, Processes.current()))
     with _attached(engine):
         losses = partial(_losses, model, loss_fn)
         found = engine.check_losses(losses, batch, lasting=True)
@@ -148,7 +150,13 @@ class PublicGradients:
             raise ValueError("batches is empty; pass at least one public batch")
         with public_data(), torch.enable_grad():
             loss = self.loss_fn(self.model, batch).mean()
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            if any(map(is_sharded, named.values())):  # FSDP averages the gradients of all processes
+                self.model.zero_grad()
+                loss.backward()
+                gradients = tuple(parameter.grad for parameter in named.values())
+                self.model.zero_grad()
+            else:
+                gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return {
             name: torch.zeros_like(p) if gradient is None else gradient
             for (name, p), gradient in zip(named.items(), gradients, strict=True)

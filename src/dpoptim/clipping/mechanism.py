@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
-from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
 from dpoptim.data.processes import Processes
+from dpoptim.data.shards import Shards
 from dpoptim.kernels.flat import FlatTensors, flatten, group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
+from dpoptim.kernels.norm_methods import Explanation
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
@@ -69,6 +70,7 @@ class PrivateMechanism:
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
         clipping_memory = check_whole("clipping_memory", clipping_memory, low=0)
         self.processes = Processes.current()
+        self.shards = Shards.of(model, self.processes)
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.with_release(release)
         if allow_mixing is not None:
@@ -90,9 +92,11 @@ class PrivateMechanism:
             mean_loss=mean_loss,
             extra_memory=clipping_memory,
             allow_mixing=self.plan.allow_mixing is not None,
+            shards=self.shards,
         )
         self._sums.engine.attach()
-        self._last_processes = self.processes.count  # that took the last step; other numbers round sums differently
+        self._own_processes = f"{self.processes.count}{'' if self.shards is None else ' with sharded parameters'}"
+        self._last_processes = self._own_processes  # that took the last step; others round sums differently
         self.before_step: Callable[[int, bytes], None] | None = None
         """Called before noise is added, with the step and the `_content` of the release."""
         # Batches and their tickets from a private_loader:
@@ -125,12 +129,13 @@ class PrivateMechanism:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
         key, parameters = self.key.for_run(run_id), self._sums.parameters
+        start = self.shards.start if self.shards is not None else lambda name: 0
         self._run_fingerprint = key.fingerprint()
         # One stream for all parameters of a vector; each parameter gets the noise it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
             for names in group_parameters(parameters):
-                parts = [TensorPart(name=name, numel=parameters[name].numel()) for name in names]
+                parts = [TensorPart(name=n, numel=parameters[n].numel(), start=start(n)) for n in names]
                 first = parameters[names[0]]
                 kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
                 rows = strategy.stream_of(key, parts, stream=stream, memory=self.noise_memory, **kind)
@@ -181,7 +186,7 @@ class PrivateMechanism:
         self._set_strategies(strategies)
         self._begin_run(run_id)
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
-        self._last_processes = state["processes"]
+        self._last_processes = str(state["processes"])
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -252,8 +257,11 @@ class PrivateMechanism:
                 "an earlier part of this batch failed, so the rest is refused. Create the loader again, with its own "
                 f"key and run_id, and start_step={self.step}"
             )
-        if ticket.is_placeholder:
-            self._drop(everything=True)
+        self._sums.skips_batch = ticket.is_placeholder
+        if ticket.is_placeholder and self.shards is None:
+            if ticket.opens_batch:
+                self._drop(everything=True)
+            self._sums.engine.discard()
         elif ticket.opens_batch and self._batch_is_open:  # the loop abandoned a logical batch
             if self._sums.examples > self._at_last_ticket:
                 self._refuse_batch("a batch was abandoned for a new one. Call step() once per batch of the loader")
@@ -311,22 +319,24 @@ class PrivateMechanism:
             sums, square_sums = self._sums.take()
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
-        self.processes.add_up([*sums.vectors, *(square_sums.vectors if square_sums is not None else ())])
+        if self.shards is None:
+            self.processes.add_up([*sums.vectors, *(square_sums.vectors if square_sums is not None else ())])
         self._report_nonfinite()
         squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_the_average else None
+        content = None if self.shards is None else self._content(sums, square_sums, bound)
 
         def record() -> None:
             if self.before_step is not None:
-                self.before_step(self.step, self._content(sums, square_sums, bound))
-            elif self._last_processes != self.processes.count:
+                self.before_step(self.step, content or self._content(sums, square_sums, bound))
+            elif self._last_processes != self._own_processes:
                 raise ValueError("a run with a different number of processes than before needs the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         self.step += 1
-        self._last_processes = self.processes.count
+        self._last_processes = self._own_processes
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
@@ -336,7 +346,8 @@ class PrivateMechanism:
         own, settings = self._describe_scale(sums.names)
         levels = sorted(self._stddevs.items())
         header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} "
-        return header.encode() + checksums([*vectors, *own])
+        content = header.encode() + checksums([*vectors, *own])
+        return content if self.shards is None else b"".join(self.processes.gathered(content))
 
     def _describe_scale(self, groups: list[list[str]]) -> tuple[list[Tensor], list[object]]:
         """Return vectors and values that decide the scale."""
@@ -355,6 +366,7 @@ class PrivateMechanism:
         if self.processes.count == 1:
             return 0
         vectors, settings = self._describe_scale(group_parameters(self._sums.parameters))
+        vectors = vectors if self.shards is None else []  # each process has its own rows of one scale
         digest = blake2b(repr(settings).encode() + checksums(vectors), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
@@ -389,7 +401,10 @@ class PrivateMechanism:
     def _bounding_factor(self, sums: FlatTensors) -> float:
         """Return the factor that bounds the averaged gradient by clip_norm; a large batch may exceed it."""
         norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in sums.vectors]
-        norm = float(torch.stack([norm.cpu() for norm in norms]).norm()) / self.plan.batch_size
+        squared = torch.stack([norm.cpu() for norm in norms]).square().sum()
+        if self.shards is not None:
+            squared = torch.stack(self.processes.gathered(squared)).sum()
+        norm = float(squared.sqrt()) / self.plan.batch_size
         return min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
 
     def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None, divisor: float) -> None:

@@ -7,7 +7,6 @@ outside `dpoptim.clipping` may import this file.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, Out
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
+from dpoptim.kernels.norm_methods import NormMethod
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 
 # A gradient's parts may be this many times larger than the gradient before their rounding matters. If squares cancel,
@@ -31,19 +31,6 @@ POSITIONS = (
 # A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself.
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 TENSOR_CORE_TRUST = 30  # the same as CANCELLATION, for norms from products of positions that tensor cores round
-
-
-class NormMethod(enum.Enum):
-    """How the norms of a parameter's per-example gradients are computed."""
-
-    FORMED = "gradients formed once, measured and summed"
-    TILES = "tiles of the products, measured in registers and never stored"
-    ONE_POSITION = "one position per example: squares of the factors"
-    GRAM = "products of positions with each other"
-    GRAM_ON_GPU = "products of positions with each other, by tensor cores"
-    ROWS = "looked-up rows, summed by id"
-    PARTS = "each use, and their cross terms"
-    BLOCKS = "products formed a block at a time"
 
 
 @dataclass

@@ -34,7 +34,7 @@ class PrivateLoader:
     Guarantee: the batches of step t are a function of (key, run_id, t) and the plan only, and each step is drawn once.
     A new iteration continues at the first step that was not yielded completely; after the last step it is refused.
     An empty Poisson sample yields one example as a placeholder, which the optimizer leaves out: the step is pure noise.
-    With several processes, each one yields its own share of every step.
+    With several processes, each one yields its own share of every step, in the same number of parts.
     """
 
     dataset: torch.utils.data.Dataset[Any]
@@ -74,8 +74,8 @@ class PrivateLoader:
             if self.micro_batch_size is None:
                 return remaining
             if not self.plan.sampling.is_random:
-                share = self.processes.share(range(self.plan.batch_size))
-                return remaining * max(1, -(-len(share) // self.micro_batch_size))
+                largest = self.processes.shares(range(self.plan.batch_size))[0]
+                return remaining * -(-len(largest) // self.micro_batch_size)
         raise TypeError("the number of micro-batches is unknown before a batch is drawn and split. Use .steps instead.")
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,10 +126,14 @@ class PrivateLoader:
             batch_size=plan.batch_size,
             dataset_size=self._dataset_size,
         )
-        parts = self._parts(self.processes.share(indices))
+        of_processes = [self._parts(share) for share in self.processes.shares(indices)]
+        parts = of_processes[self.processes.rank]
+        number_of_parts = max(1, *map(len, of_processes))  # layers of sharded models wait for all processes
         settings = (("micro_batch_tokens", self.micro_batch_tokens), ("micro_batch_size", self.micro_batch_size))
         limits = [(name, limit) for name, limit in settings if limit is not None]
-        for number, part in enumerate(parts or [[0]]):
+        for number in range(number_of_parts):
+            is_placeholder = number >= len(parts)
+            part = [0] if is_placeholder else parts[number]
             ticket = Ticket(
                 loader=weakref.ref(self),
                 generation=self.generation,
@@ -137,9 +141,9 @@ class PrivateLoader:
                 key_fingerprint=self._fingerprint,
                 processes=self.processes,
                 physical_examples=len(part),
-                is_placeholder=not parts,
+                is_placeholder=is_placeholder,
                 opens_batch=number == 0,
-                closes_batch=number >= len(parts) - 1,
+                closes_batch=number == number_of_parts - 1,
                 part_limit=next(iter(limits), None),
             )
             yield part, ticket

@@ -41,19 +41,19 @@ class Processes:
             distributed.init_process_group(timeout=timedelta(minutes=30))
         return cls(distributed.get_rank(), distributed.get_world_size())
 
-    def share(self, items: Any) -> Any:
-        """Return every `count`-th item, which may be none.
+    def shares(self, items: Any) -> list[Any]:
+        """Return the share of each process, which may be empty.
 
-        >>> [Processes(rank, 3).share([0, 1, 2, 3]) for rank in range(3)]
+        >>> Processes(count=3).shares([0, 1, 2, 3])
         [[0, 3], [1], [2]]
         """
-        return items[self.rank :: self.count]
+        return [items[rank :: self.count] for rank in range(self.count)]
 
     def from_first(self, value: Any) -> Any:
         """Return the value of process 0."""
         held = [value]
         if self.count > 1:
-            _exchange(distributed.broadcast_object_list, held, src=0)
+            exchange(distributed.broadcast_object_list, held, src=0)
         return held[0]
 
     def shared_key(self, key: NoiseKey | None) -> NoiseKey:
@@ -69,19 +69,17 @@ class Processes:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        kinds = {type(module).__name__ for module in model.modules()}
-        if "FullyShardedDataParallel" in kinds or any(hasattr(tensor, "placements") for tensor in tensors.values()):
-            raise ValueError("sharded parameters (FSDP, DTensor) are not supported yet. Keep a whole model per process")
         shapes = [(name, *tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()]
         versions = {"the version of dpoptim or torch": [__version__, torch.__version__]}
         self.agree({**versions, **values, "the model": shapes})
         self.copy_from_first(tensors.values())
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors with those of process 0."""
+        """Overwrite tensors with those of process 0, except DTensors, of which each process has its own part."""
         if self.count > 1:
             for tensor in tensors:
-                _exchange(distributed.broadcast, tensor.detach(), src=0)
+                if not hasattr(tensor, "placements"):
+                    exchange(distributed.broadcast, tensor.detach(), src=0)
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Refuse values that differ between processes. They are compared by digest, in one collective."""
@@ -91,8 +89,7 @@ class Processes:
             name: hashlib.sha256(json.dumps(value, default=str, sort_keys=True).encode()).hexdigest()
             for name, value in values.items()
         }
-        found: list[Any] = [None] * self.count
-        _exchange(distributed.all_gather_object, found, digests)
+        found = self.gathered(digests)
         for name in values:
             others = [rank for rank in range(self.count) if found[rank].get(name) != found[0].get(name)]
             if others:
@@ -107,15 +104,21 @@ class Processes:
             return own
         numbers = torch.tensor([own, *common], dtype=torch.int64, device=device)
         gathered = [torch.empty_like(numbers) for _ in range(self.count)]
-        _exchange(distributed.all_gather, gathered, numbers)
+        exchange(distributed.all_gather, gathered, numbers)
         found = torch.stack(gathered).tolist()
         return sum(one[0] for one in found) if all(one[1:] == [*common] for one in found) else None
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all processes."""
+        found: list[Any] = [None] * self.count
+        exchange(distributed.all_gather_object, found, value)
+        return found
 
     def add_up(self, vectors: Iterable[Tensor]) -> None:
         """Replace each vector with its sum over all processes, with the same bits everywhere."""
         if self.count > 1:
             for vector in vectors:
-                _exchange(distributed.all_reduce, vector)
+                exchange(distributed.all_reduce, vector)
 
     def only_first(self, check: Callable[[], None], device: torch.device) -> None:
         """Run a check in process 0; if it fails, all processes raise an error."""
@@ -127,14 +130,14 @@ class Processes:
                 error = found
         if self.count > 1:
             failed = torch.tensor(error is not None, device=device)
-            _exchange(distributed.broadcast, failed, src=0)
+            exchange(distributed.broadcast, failed, src=0)
             if bool(failed) and self.rank > 0:
                 raise ValueError("process 0 refused the step; see its error message")
         if error is not None:
             raise error
 
 
-def _exchange(collective: Callable[..., Any], *values: Any, **named: Any) -> None:
+def exchange(collective: Callable[..., Any], *values: Any, **named: Any) -> None:
     """Run a collective of torch.distributed; a process that has lost the others raises a ConnectionError."""
     try:
         collective(*values, **named)

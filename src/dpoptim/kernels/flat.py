@@ -20,8 +20,8 @@ def group_parameters(parameters: Mapping[str, Tensor]) -> list[list[str]]:
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}  # with their elements
     for name, parameter in parameters.items():
         kind, numel = (wide_dtype(parameter.dtype), parameter.device), parameter.numel()
-        group, filled = open_groups.get(kind, ([], MAX_ELEMENTS))
-        if filled + numel > MAX_ELEMENTS:
+        group, filled = open_groups.get(kind, ([], 0))
+        if not group or filled + numel > MAX_ELEMENTS:
             group, filled = [], 0
             groups.append(group)
         group.append(name)

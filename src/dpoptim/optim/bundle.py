@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim.data.shards import own_part
 from dpoptim.kernels.flat import flatten, unflatten
 
 SCALARS = {"noise_moment"}
@@ -49,7 +50,7 @@ class ParameterBundle:
 
     def flat(self, by_name: Mapping[str, Tensor]) -> Tensor:
         """Concatenate tensors of the parameters' shapes into one vector, for reading."""
-        return flatten([by_name[name] for name in self.names], self.dtype)
+        return flatten([own_part(by_name[name]) for name in self.names], self.dtype)
 
     @property
     def rounds(self) -> bool:

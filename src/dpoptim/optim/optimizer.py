@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping import Captured, PrivateMechanism, Released
+from dpoptim.data.shards import like_parameter, own_part, reshard
 from dpoptim.kernels import choose
 from dpoptim.kernels.flat import group_parameters
 from dpoptim.kernels.inverse_root import ComputedScale
@@ -95,6 +96,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' "
                 "(losses.mean().backward())"
             )
+        reshard(model)
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
         super().__init__(groups, {"lr": lr, **rule.defaults()})
@@ -256,7 +258,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
         """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""
-        vectors = group_parameters({name: parameter for parameter, name in self._names.items()})
+        vectors = group_parameters({name: own_part(parameter) for parameter, name in self._names.items()})
         vector_of = {name: place for place, names in enumerate(vectors) for name in names}
         found: dict[tuple[int, int], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
@@ -269,22 +271,23 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Yield each bundle, then create the per-parameter views of its new state."""
         for index, parameters, state, transient in self._members:
             names, group = [self._names[parameter] for parameter in parameters], self.param_groups[index]
-            bundle = ParameterBundle(names, list(parameters), state, transient, group, self.mechanism.step)
+            parts = [own_part(parameter) for parameter in parameters]
+            bundle = ParameterBundle(names, parts, state, transient, group, self.mechanism.step)
             yield bundle
             for key, vector in state.items():
                 if key in self.state[parameters[0]]:
                     continue
                 views = [vector] * len(parameters) if key in SCALARS else bundle.split(vector)
                 for parameter, view in zip(parameters, views, strict=True):
-                    self.state[parameter][key] = view
+                    self.state[parameter][key] = view if key in SCALARS else like_parameter(view, parameter)
 
     def _gather_state(self, state_dict: dict[str, Any]) -> None:
         """Rebuild the bundles' vectors from what was saved for each parameter."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = {p: state_dict["state"].get(index, {}) for p, index in zip(parameters, indices, strict=True)}
-        for bundle in self._bundles():
-            loaded = [saved[parameter] for parameter in bundle.parameters]
+        for bundle, (_, members, _, _) in zip(self._bundles(), self._members, strict=True):
+            loaded = [saved[parameter] for parameter in members]
             bundle.state.clear()
             bundle.transient.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
@@ -295,12 +298,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if key in SCALARS:
                     bundle.state[key] = loaded[0][key].clone()
                 else:
-                    like = {"dtype": bundle.state_dtype(key), "device": bundle.parameters[0].device}
-                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(**like) for state in loaded])
+                    like: dict[str, Any] = {"dtype": bundle.state_dtype(key), "device": bundle.parameters[0].device}
+                    parts = [own_part(state[key], like=p) for state, p in zip(loaded, members, strict=True)]
+                    bundle.state[key] = torch.cat([part.reshape(-1).to(**like) for part in parts])
 
     def _computes_scale(self) -> bool:
         """Whether to compute the scale at every read: that takes time on the host, but no memory."""
-        return self._numel > MAX_STORED_SCALE and choose.on_gpu(*self._names)
+        is_whole = self.mechanism.shards is None
+        return is_whole and self._numel > MAX_STORED_SCALE and choose.on_gpu(*self._names)
 
     @torch.no_grad()
     def _set_scale(self) -> None:

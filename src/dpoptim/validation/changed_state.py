@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpoptim.data.shards import is_sharded
+
 Name = tuple[str, str, str]  # buffer or parameter, the module's name, its name in the module
 
 
@@ -26,10 +28,12 @@ class StateChangeGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: list[tuple[str, str, dict[str, Tensor | None]]] = []
+        self._held: list[tuple[str, str, dict[str, Tensor | None] | _Unsharded]] = []
         for prefix, module in model.named_modules():
             parameters: dict[str, Any] = module._parameters
-            self._held += [("buffer", prefix, module._buffers), ("parameter", prefix, parameters)]
+            some_sharded = any(map(is_sharded, parameters.values()))
+            self._held.append(("buffer", prefix, module._buffers))
+            self._held.append(("parameter", prefix, _Unsharded(parameters) if some_sharded else parameters))
         self._marks: list[Tensor] | None = None
         self._state: list[int] = []  # identities and versions of the marks
         self._names: list[Name] = []
@@ -86,6 +90,20 @@ class StateChangeGuard:
             for name, tensor in held.items():
                 if tensor is not None:
                     yield (kind, prefix, name), tensor
+
+
+class _Unsharded:
+    """The parameters of a module except those that FSDP replaces. What a forward writes into these is lost."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        self._parameters = parameters
+        self._sharded = {name for name, parameter in parameters.items() if is_sharded(parameter)}
+
+    def items(self) -> list[tuple[str, Tensor | None]]:
+        return [(name, tensor) for name, tensor in self._parameters.items() if name not in self._sharded]
+
+    def values(self) -> list[Tensor | None]:
+        return [tensor for _, tensor in self.items()]
 
 
 def _state(tensors: list[Tensor]) -> list[int]:

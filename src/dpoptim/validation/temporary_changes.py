@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,3 +36,17 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             del own[name]
         own.update(before)
+
+
+@contextlib.contextmanager
+def no_masks_from_values() -> Iterator[None]:
+    """Let the masks of transformers depend on which arguments are given, never on their values.
+
+    A capture cannot read values, and a run without a graph must round like a replay. No mask is built unless given.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("masking_utils", "modeling_attn_mask_utils"):
+            module: Any = sys.modules.get(f"transformers.{name}")
+            if hasattr(module, "is_tracing"):
+                stack.enter_context(replaced(module, is_tracing=lambda tensor=None: tensor is not None))
+        yield

@@ -59,12 +59,17 @@ def test_answer_comes_first(capsys, monkeypatch):
 def test_cost_per_gpu(capsys):
     asked = [*SMALL, "--parameters", "1e9", "--gpus", "4", "--noise-bits", "16"]
     found = json.loads(printed(capsys, [*asked, "--json"]))["per_gpu"]
-    assert found["memory"] == sum(found[name] for name in ("weights", "optimizer", "sums", "noise"))
-    assert found["optimizer"] == 10 * 10**9  # two moments in float32, and the remainders of bf16 weights
-    assert (found["sent"], found["sent_without_privacy"]) == (6 * 10**9, 3 * 10**9)  # 2 · 3/4 · 4 or 2 bytes
+    whole, sharded = found["whole"], found["sharded"]
+    for cost in (whole, sharded):
+        assert cost["memory"] == sum(cost[name] for name in ("weights", "optimizer", "sums", "noise"))
+    assert whole["optimizer"] == 10 * 10**9  # two moments in float32, and the remainders of bf16 weights
+    assert sharded["optimizer"] == 14 * 10**9 // 4  # and the scale
+    assert (whole["sent"], whole["sent_without_privacy"]) == (6 * 10**9, 3 * 10**9)  # 2 · 3/4 · 4 or 2 bytes
+    assert (sharded["sent"], sharded["sent_without_privacy"]) == (9 * 10**9, 4.5 * 10**9)  # 3/4 · 12 or 6 bytes
     text = printed(capsys, asked)
     assert "Each of 4 GPUs" in text
-    assert "6 GB sent" in text
+    assert "sends 6 GB per step" in text
+    assert "sends 9 GB per micro-batch" in text
     assert main([*SMALL, "--gpus", "0"]) == 2
     assert "gpus" in capsys.readouterr().err
 

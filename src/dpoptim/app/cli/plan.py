@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_noise_memory(noise)
     noise.add_argument(
-        "--gpus", type=shared.count, metavar="N", help="print memory and communication with a whole model on each of N"
+        "--gpus", type=shared.count, metavar="N", help="print memory and communication of each of N GPUs"
     )
     noise.add_argument(
         "--workload",
@@ -127,7 +127,7 @@ def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
-        **({} if options.gpus is None else {"per_gpu": cost_per_gpu(choice.chosen, options.gpus)}),
+        **({} if options.gpus is None else {"per_gpu": costs_per_gpu(choice.chosen, options.gpus)}),
         "mechanisms": [mechanism_values(candidate, delta=options.delta) for candidate in choice.candidates],
     }
 
@@ -157,25 +157,35 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     if len(shown) < len(choice.candidates):
         print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
     if options.gpus is not None:
-        cost = {name: format_bytes(number) for name, number in cost_per_gpu(choice.chosen, options.gpus).items()}
-        print(
-            f"\nEach of {options.gpus:,} GPUs, with a whole model in bf16 and {choice.chosen.name}:\n"
-            f"  memory    {cost['memory']}: weights {cost['weights']}, optimizer {cost['optimizer']}, clipped sums "
-            f"{cost['sums']}, past noise {cost['noise']}; activations come on top\n"
-            f"  per step  {cost['sent']} sent to add up the clipped sums in float32; ordinary training sends "
-            f"{cost['sent_without_privacy']} of bf16 gradients"
-        )
+        print(f"\nEach of {options.gpus:,} GPUs, with bf16 weights, scale-then-privatize and {choice.chosen.name}:")
+        for name, numbers in costs_per_gpu(choice.chosen, options.gpus).items():
+            cost = {what: format_bytes(number) for what, number in numbers.items()}
+            print(
+                f"  {name:8} {cost['memory']}: weights {cost['weights']}, optimizer {cost['optimizer']}, clipped sums "
+                f"{cost['sums']}, past noise {cost['noise']}\n           sends {cost['sent']} per "
+                f"{'step' if name == 'whole' else 'micro-batch'}, without privacy {cost['sent_without_privacy']}"
+            )
+        print("whole: a whole model on each GPU. sharded: FSDP2. Activations come on top.")
 
 
-def cost_per_gpu(candidate: Candidate, gpus: int) -> dict[str, int]:
-    """Bytes that each GPU holds, and sends per step, if it has a whole model with bf16 weights and Adam.
+def costs_per_gpu(candidate: Candidate, gpus: int) -> dict[str, dict[str, int]]:
+    """Bytes that each GPU holds and sends with bf16 weights and Adam: for a whole model on each, and with FSDP2.
 
-    A ring adds up n bytes on N devices by sending 2·(N−1)/N·n bytes from each. Noise is made on each GPU, not sent.
+    To gather n bytes, or to add them up and divide them, each of N devices sends (N−1)/N·n; an all-reduce is both.
+    Noise is made on each GPU and not sent. FSDP2 gathers the weights twice in a micro-batch.
     """
     numel = candidate.parameters
-    held = {"weights": 2 * numel, "optimizer": 10 * numel, "sums": 4 * numel, "noise": candidate.memory_bytes}
-    sent = 2 * (gpus - 1) * numel // gpus
-    return {**held, "memory": sum(held.values()), "sent": 4 * sent, "sent_without_privacy": 2 * sent}
+    gathers, scale, sums, gradients = 2 * 2, 4, 4, 2  # bytes per parameter; gradients: without privacy, in bf16
+    sent = {"whole": (2 * sums, 2 * gradients), "sharded": (gathers + scale + sums, gathers + gradients)}
+    found = {}
+    for name, (private, ordinary) in sent.items():
+        holders, kept = (1, 10) if name == "whole" else (gpus, 14)  # FSDP2 also stores the scale
+        held = {"weights": 2 * numel, "optimizer": kept * numel, "sums": 4 * numel, "noise": candidate.memory_bytes}
+        own = {what: -(-number // holders) for what, number in held.items()}
+        each = {"sent": private, "sent_without_privacy": ordinary}
+        counted = {what: number * (gpus - 1) * numel // gpus for what, number in each.items()}
+        found[name] = {**own, "memory": sum(own.values()), **counted}
+    return found
 
 
 def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:

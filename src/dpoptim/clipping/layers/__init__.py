@@ -28,6 +28,7 @@ from dpoptim.clipping.layers.norm_layers import (
 )
 from dpoptim.clipping.layers.recurrent import recurrent
 from dpoptim.clipping.layers.rule import Layer, RuleFunction, any_trainable
+from dpoptim.data.shards import fsdp_modules
 
 _RULES: dict[Any, RuleFunction] = {
     nn.Linear.forward: linear,
@@ -102,6 +103,11 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         if rule is None:  # the generic rule runs everything inside the module
             if all(id(parameter) in ruled for parameter in own):
                 continue  # its parameters belong to other layers too, as the decoder bias of a masked-LM head does
+            if fsdp_modules(module):  # whose hooks would run for each example
+                raise ValueError(
+                    f"layer '{name}' ({type(module).__name__}) has no specific rule, and FSDP shards it by itself. "
+                    "Call fully_shard only on a module around it"
+                )
             rule = generic
             inside_generic.update(module.modules())
         forward = module.__dict__.get("forward")

@@ -1,14 +1,26 @@
-"""A readable description of how the norms of a physical batch were computed."""
+"""The ways in which norms are computed, and a readable description of those that a physical batch used."""
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dpoptim.clipping.parameter_gradients import NormMethod, ParameterGradients
+
+class NormMethod(enum.Enum):
+    """How the norms of a parameter's per-example gradients are computed."""
+
+    FORMED = "gradients formed once, measured and summed"
+    TILES = "tiles of the products, measured in registers and never stored"
+    ONE_POSITION = "one position per example: squares of the factors"
+    GRAM = "products of positions with each other"
+    GRAM_ON_GPU = "products of positions with each other, by tensor cores"
+    ROWS = "looked-up rows, summed by id"
+    PARTS = "each use, and their cross terms"
+    BLOCKS = "products formed a block at a time"
 
 
 class ParameterNormMethod(NamedTuple):
@@ -28,6 +40,16 @@ class Explanation(NamedTuple):
     examples: int
     parameters: tuple[ParameterNormMethod, ...]
 
+    @classmethod
+    def of(cls, gradients: Mapping[str, Any], *, scaled: bool) -> Explanation:
+        """Describe the norm methods of `ParameterGradients` by name."""
+        parameters = []
+        for name, own in gradients.items():
+            extra = sum(max(0, use.extra_bytes) for use in own.outers if use.can_be_formed)
+            method = own.norm_method(scaled=scaled)
+            parameters.append(ParameterNormMethod(name, own.shape, own.positions, method, own.held_bytes(), extra))
+        return cls(next(iter(gradients.values())).examples, tuple(parameters))
+
     def __str__(self) -> str:
         alike: dict[tuple[str, torch.Size, int, NormMethod], list[ParameterNormMethod]] = {}
         for own in self.parameters:
@@ -43,15 +65,6 @@ class Explanation(NamedTuple):
         if extra:
             lines.append(f"clipping_memory={extra} ({_bytes(extra)} more per physical batch) would form all gradients")
         return "\n".join(lines)
-
-
-def explain(gradients: Mapping[str, ParameterGradients], *, scaled: bool) -> Explanation:
-    parameters = []
-    for name, own in gradients.items():
-        extra = sum(max(0, use.extra_bytes) for use in own.outers if use.can_be_formed)
-        method = own.norm_method(scaled=scaled)
-        parameters.append(ParameterNormMethod(name, own.shape, own.positions, method, own.held_bytes(), extra))
-    return Explanation(next(iter(gradients.values())).examples, tuple(parameters))
 
 
 def _bytes(count: int) -> str:

@@ -1,0 +1,209 @@
+"""Parameters that FSDP2 (`fully_shard`) divides: each process holds some rows of every parameter.
+
+Moments, noise and sums are divided in the same way. A whole parameter, or a whole sum, exists only for a moment: while
+its layer runs, while its norms are taken, and until it has been added up over the processes.
+
+Guarantee: `added_up` returns this process's rows of the sum over all processes, so each element of a sum is in exactly
+one process, which adds its noise once. All processes call `added_up` and `whole` for the same parameters in the same
+order, whatever their batches are; otherwise they would wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
+
+from dpoptim.data.processes import Processes, exchange
+
+BUCKET_ELEMENTS = 1 << 24  # of parameters that travel together
+
+
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `fully_shard` was called with."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Divide parameters that an evaluation left whole."""
+    for group in fsdp_modules(model):
+        group.reshard()  # type: ignore[operator]
+
+
+def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+
+
+def own_part(tensor: Tensor, *, like: Tensor | None = None) -> Tensor:
+    """Return the rows that this process holds: of a sharded tensor, or of a whole one `like` a sharded parameter."""
+    given: Any = tensor.detach() if is_sharded(tensor) else tensor
+    if is_sharded(tensor):
+        local: Tensor = given.to_local()
+        return local
+    if like is None or not is_sharded(like):
+        return tensor
+    rows, rank = -(-like.shape[0] // distributed.get_world_size()), distributed.get_rank()
+    return tensor[rows * rank : rows * (rank + 1)]
+
+
+def whole_state(state: Any) -> Any:
+    """Return a state_dict with whole tensors in place of sharded ones; all processes must call this.
+
+    Any number of processes can load the result, with or without sharding.
+    """
+    return pytree.tree_map(lambda leaf: _whole(leaf) if is_sharded(leaf) else leaf, state)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a DTensor as a whole tensor; 16-bit integers travel as bfloat16, because no backend sends them."""
+    if tensor.dtype in (torch.int16, torch.uint16):
+        return like_parameter(tensor.to_local().view(torch.bfloat16), tensor).full_tensor().view(tensor.dtype)  # type: ignore[attr-defined]
+    found: Tensor = tensor.full_tensor()
+    return found
+
+
+def like_parameter(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return the rows of this process as a tensor that is sharded as the parameter is, for checkpoints."""
+    if not is_sharded(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    given: Any = parameter
+    return DTensor.from_local(
+        part, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
+    )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The trained parameters of a model, by name, if they are sharded."""
+
+    processes: Processes
+    shapes: Mapping[str, torch.Size]  # of whole parameters
+
+    @classmethod
+    def of(cls, model: nn.Module, processes: Processes) -> Shards | None:
+        """Return the shards of a model, or None if its parameters are whole; refuse what is neither."""
+        reshard(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise ValueError("FSDP1 flattens parameters. Use FSDP2, torch.distributed.fsdp.fully_shard")
+        found = [is_sharded(parameter) for parameter in trained.values()]
+        if not any(found):
+            return None
+        for name, parameter in trained.items():
+            given: Any = parameter
+            is_by_rows = is_sharded(parameter) and [str(p) for p in given.placements] == ["S(0)"]
+            if not is_by_rows or given.device_mesh.size() != processes.count:
+                raise ValueError(
+                    f"parameter '{name}' is not divided by rows among all processes. Call fully_shard(model) with its "
+                    "default mesh, and no tensor parallelism"
+                )
+            if given.device.type != given.device_mesh.device_type:
+                raise ValueError(f"parameter '{name}' is offloaded to the CPU; call fully_shard without offload_policy")
+        return cls(processes, {name: parameter.shape for name, parameter in trained.items()})
+
+    @cached_property
+    def buckets(self) -> list[list[str]]:
+        """The names of parameters that travel together, the same in all processes."""
+        buckets: list[list[str]] = []
+        filled = BUCKET_ELEMENTS
+        for name, shape in self.shapes.items():
+            if filled + shape.numel() > BUCKET_ELEMENTS:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(name)
+            filled += shape.numel()
+        return buckets
+
+    def start(self, name: str) -> int:
+        """Return the first element of this process's rows."""
+        shape = self.shapes[name]
+        return min(shape[0], self._rows(name) * self.processes.rank) * shape[1:].numel()
+
+    def _rows(self, name: str) -> int:
+        """How many rows a process holds; the last ones may hold fewer."""
+        return -(-self.shapes[name][0] // self.processes.count)
+
+    def _own_rows(self, name: str) -> slice:
+        rows = self._rows(name)
+        return slice(rows * self.processes.rank, rows * (self.processes.rank + 1))
+
+    def _padded(self, name: str) -> tuple[int, int]:
+        """The shape of a parameter as a matrix with a row for each process."""
+        return self.processes.count, self._rows(name) * self.shapes[name][1:].numel()
+
+    def added_up(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this process's rows of the sums of whole tensors over all processes, by name."""
+        first, dtype = next(iter(values.values())), _common_dtype(values)
+        widths = [self._padded(name)[1] for name in values]
+        packed = first.new_zeros(self.processes.count, sum(widths), dtype=dtype)
+        for (name, value), place in zip(values.items(), packed.split(widths, 1), strict=True):
+            rows = self._rows(name)
+            for process, part in enumerate(value.split(rows)):
+                place[process, : part.numel()] = part.reshape(-1)
+        own = packed.new_empty(packed.shape[1])
+        exchange(distributed.reduce_scatter, own, list(packed))
+        for name, part in zip(values, own.split(widths), strict=True):
+            yield name, self._cut(name, part, self._own_rows(name))
+
+    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors from the rows that each process holds."""
+        first = next(iter(parts.values()))
+        widths = [self._padded(name)[1] for name in parts]
+        packed = first.new_zeros(sum(widths), dtype=_common_dtype(parts))
+        for part, place in zip(parts.values(), packed.split(widths), strict=True):
+            place[: part.numel()] = part.reshape(-1)
+        gathered = packed.new_empty(self.processes.count, len(packed))
+        exchange(distributed.all_gather, list(gathered), packed)
+        columns = gathered.split(widths, 1)
+        return {
+            name: self._cut(name, column.reshape(-1), slice(0, self.shapes[name][0]))
+            for name, column in zip(parts, columns, strict=True)
+        }
+
+    def _cut(self, name: str, flat: Tensor, rows: slice) -> Tensor:
+        """Shape a flat tensor that holds these rows of a parameter, and perhaps padding after its last row."""
+        shape = self.shapes[name]
+        count = max(0, min(rows.stop, shape[0]) - rows.start)
+        return flat[: count * shape[1:].numel()].view(count, *shape[1:])
+
+    def places_of(self, model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+        """Return where each trained parameter is, as (name, module, attribute); tied ones are in several places."""
+        names = {id(parameter): name for name, parameter in model.named_parameters() if name in self.shapes}
+        return [
+            (names[id(parameter)], module, attribute)
+            for module in model.modules()
+            for attribute, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
+
+    def calls_to_check(self, own: Any, needs_check: Callable[[], bool], *, device: torch.device) -> Iterator[Any]:
+        """Yield calls of the model that all processes must check together, because layers wait for all processes.
+
+        Each process has its own call of the model. Those that need a check are sent to all. One that shows nothing (its
+        examples are equal) still needs a check afterwards, and does not keep the others from theirs.
+        """
+        asked: set[int] = set()
+        for _ in range(self.processes.count):
+            needed = self.processes.gathered(needs_check())
+            source = next((rank for rank, needs in enumerate(needed) if needs and rank not in asked), None)
+            if source is None:
+                return
+            asked.add(source)
+            held = [pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)]
+            exchange(distributed.broadcast_object_list, held, src=source)
+            yield pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), held[0])
