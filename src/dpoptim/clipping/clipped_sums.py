@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,8 @@ class ClippedSums:
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
-        self.engine = Engine(model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing, shards=shards)
+        kind: dict[str, Any] = {"allow_mixing": allow_mixing, "shards": shards, "may_average": mean_loss}
+        self.engine = Engine(model, self._add, extra_memory=extra_memory, **kind)
 
     @property
     def counts(self) -> ClippingCounts:

@@ -35,7 +35,8 @@ from dpoptim.data.shards import Shards, fsdp_modules
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
-from dpoptim.validation.model_check import BatchAxisError, CheckedLoss, LayerAxes, ModelCheck
+from dpoptim.validation.loss_reduction import is_averaging
+from dpoptim.validation.model_check import BatchAxisError, CheckedLoss, LayerAxes, ModelCheck, refuse_scalars
 from dpoptim.validation.refused_layers import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
@@ -115,6 +116,7 @@ class Engine:
         extra_memory: int = 0,
         allow_mixing: bool = False,
         shards: Shards | None = None,
+        may_average: bool = False,
     ) -> None:
         self.shards = shards
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -135,6 +137,7 @@ class Engine:
         self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that passed the check
         self._seen = LayerAxes()
         self._loss_is_checked = False
+        self._may_average = may_average  # the losses of a batch
         self.runs_plain = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
@@ -265,7 +268,7 @@ class Engine:
             return
         self._called = self.call = None
         self.buffers.look()
-        _refuse_scalars(module, output)
+        refuse_scalars(module, output)
 
     def guard_whole_parameters(self) -> None:
         """Name and guard the whole parameters that FSDP has put in place of sharded ones, whether used or not."""
@@ -307,7 +310,7 @@ class Engine:
 
         def run(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             output = call(*given[0], **given[1])
-            _refuse_scalars(module, output)
+            refuse_scalars(module, output)
             return output
 
         check = self._model_check()
@@ -426,6 +429,12 @@ class Engine:
                 "the same backward; run one backward per call of the model"
             )
         batch.examples = examples
+        if not self._may_average and examples > 1:
+            if is_averaging():
+                self._refuse(
+                    "losses are averaged. Use losses.sum().backward(), or pass the optimizer loss_reduction='mean'"
+                )
+            self._may_average = True  # looked at once
         gradients.add(factors)
 
     def _batch_of(self, call: LayerCall, backward: int) -> PhysicalBatch:
@@ -494,15 +503,6 @@ class Engine:
         """Drop the open physical batch."""
         self.batch = self._new_batch()
         self.examples = None
-
-
-def _refuse_scalars(module: nn.Module, output: Any) -> None:
-    for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
-        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
-            raise ValueError(
-                f"{type(module).__name__} returned a scalar that needs a gradient: an average over the batch mixes "
-                "examples. Call a Hugging Face model without labels, and compute one loss per example from its logits"
-            )
 
 
 @functools.cache

@@ -176,3 +176,12 @@ class ModelCheck:
             self.has_gradients = True
             self._gradients.append((parameter, factors.sketch()))
             self._bytes += sum(part.nbytes for part in factors if part is not None) / len(factors[0])
+
+
+def refuse_scalars(module: nn.Module, output: Any) -> None:
+    for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
+        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
+            raise ValueError(
+                f"{type(module).__name__} returned a scalar that needs a gradient: an average over the batch mixes "
+                "examples. Call a Hugging Face model without labels, and compute one loss per example from its logits"
+            )
