@@ -54,11 +54,12 @@ def run_jobs(
     name: str = NAME,
     files: int | None = None,
     needs: float = 0.0,
+    check: Callable[[int], None] = lambda num_examples: None,
 ) -> int:
     """Run jobs until `next_jobs` has none for the lines so far, or until the time limit; returns how many are left.
 
     `name` is that of the results file. `files` limits the number of packed train files. No job starts with fewer than
-    `needs` seconds left, nor with fewer than the longest job took.
+    `needs` seconds left, nor with fewer than the longest job took. `check` may refuse a number of texts.
     """
     _check_only(request)
     make_workspace = workspace_maker(request, files)
@@ -70,6 +71,7 @@ def run_jobs(
         shutil.rmtree(kept, ignore_errors=True)
     unfinished = Unfinished(kept / commit, until=time.time() + request.seconds_left())
     workspace = make_workspace()  # before workers do, so that texts are tokenized once
+    check(len(workspace.train))
     shared = _start(name, request, lines, workspace, reporter) | {
         "dtype": str(dtype_on(request.device))[len("torch.") :]
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,11 +184,11 @@ def run_final(request: Request, reporter: ProgressReporter, *, needs: float = 0.
     size, budget = SIZES_SCHEDULED[request.scale], BUDGET[request.scale]
     search = [line for line in results_file.read(request.file(SEARCH)).lines if line["scale"] == request.scale]
 
-    def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:
-        _check_participations(size, shared["num_examples"], request.scale)
-        return final_jobs(lines, search, size, budget, request.seeds or size.seeds, shared)
-
-    return run_jobs(request, reporter, next_jobs, name=FINAL, needs=needs)
+    seeds = request.seeds or size.seeds
+    return run_jobs(
+        request, reporter, lambda lines, shared: final_jobs(lines, search, size, budget, seeds, shared),
+        name=FINAL, needs=needs, check=lambda count: _check_participations(size, count, request.scale),
+    )  # fmt: skip
 
 
 def _check_participations(size: Size, num_examples: int, scale: str) -> None:
@@ -222,9 +223,10 @@ def progress(out: Path, scale: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Bad input prints one line on standard error and returns 2."""
     options = command_line().parse_args(arguments)
+    time_limit = None if options.until is None else max(options.until - time.time(), 1e-3)
     request = Request(
         scale=options.scale, out=options.out, device=options.device, workers=options.workers, data=options.data,
-        model=options.model, commit=options.commit, time_limit=options.time_limit, only=tuple(options.only or ()),
+        model=options.model, commit=options.commit, time_limit=time_limit, only=tuple(options.only or ()),
     )  # fmt: skip
     try:
         if options.what != "progress":
@@ -248,7 +250,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="M", help="a model's folder or name")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that share the device")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="then start no more runs, and pause others")
+    parser.add_argument(
+        "--until", type=float, metavar="TIME", help="then start no more runs, and pause others; seconds since the epoch"
+    )
     parser.add_argument(
         "--needs", type=float, default=0.0, metavar="SECONDS",
         help="start no run with less time left, nor with less than the longest run took; 0 starts runs until the limit",

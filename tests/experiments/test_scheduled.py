@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from experiments import results_file
-from experiments.framework import MissingInput
+from experiments.framework import MissingInput, Request
+from experiments.progress import ProgressReporter
 from experiments.results_file import Line
 from experiments.tinybert import model as models
 from experiments.tinybert import scheduled
@@ -170,11 +172,15 @@ class TestPlan:
         assert len(scheduled.final_jobs([{"cell": finals[0].cell}], lines, size, budget, 3, SHARED)) == len(finals) - 1
         assert scheduled.final_jobs([], lines[:1], size, budget, 3, SHARED) == [], "its search has not ended"
 
-    def test_final_runs_need_all_train_files(self):
+    def test_final_runs_need_all_train_files(self, tmp_path, monkeypatch):
+        """They are refused before a line of them is written."""
         size = SIZES_SCHEDULED["paper"]
         scheduled._check_participations(size, 817_503, "paper")
+        maker = lambda request, files: small_workspace  # noqa: E731
+        monkeypatch.setattr("experiments.tinybert.experiment.workspace_maker", maker)
         with pytest.raises(MissingInput, match="Add the other train files"):
-            scheduled._check_participations(size, 272_501, "paper")
+            scheduled.run_final(Request(scale="paper", out=tmp_path, commit="x"), ProgressReporter())
+        assert not list(tmp_path.iterdir())
 
     def test_all_rows_of_the_table_are_in_it(self):
         assert len(ROWS_SCHEDULED) == 11
@@ -191,7 +197,7 @@ def test_the_command_resumes_and_respects_the_limit(tmp_path, capsys):
     def count(name):
         return len(results_file.read(tmp_path / f"{name}.jsonl").lines) - 1  # the first is without fine-tuning
 
-    code, said = call("search", "--time-limit", "100", "--needs", "1000")
+    code, said = call("search", "--until", str(time.time() + 100), "--needs", "1000")
     assert (code, count("scheduled_search")) == (0, 0), "a run would not finish before the limit"
     assert "1 runs can start now" in said
     assert call("final")[0] == 2
