@@ -59,7 +59,8 @@ def run_jobs(
     """Run jobs until `next_jobs` has none for the lines so far, or until the time limit; returns how many are left.
 
     `name` is that of the results file. `files` limits the number of packed train files. No job starts with fewer than
-    `needs` seconds left, nor with fewer than the longest job took. `check` may refuse a number of texts.
+    `needs` seconds left. If `needs` is not 0, it grows to what the longest job took. `check` may refuse a
+    number of texts.
     """
     _check_only(request)
     make_workspace = workspace_maker(request, files)
@@ -117,7 +118,7 @@ def _run_jobs(
     Returns how many are left, as far as is known before further tuning.
     """
     flying: set[str] = set()
-    kept = 0
+    kept = finished = 0
     reporter.begin(name, total=len(next_jobs()), done=0)
     while True:
         waiting = [job for job in next_jobs() if cell_key(job.cell) not in flying]
@@ -141,7 +142,9 @@ def _run_jobs(
         line = line_of(name, request, done.cell, outcome, time.perf_counter() - seconds, device=request.device)
         lines.append(line)
         results_file.append(request.file(name), line)
-        needs = max(needs, seconds) if needs else needs
+        finished += 1
+        if needs and finished > pool.count:  # the first of each worker also imports and compiles
+            needs = max(needs, seconds)
         unfinished.forget(done.cell)
         settings = {knob: line["cell"][knob] for knob in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
                 if knob in line["cell"]}  # fmt: skip

@@ -255,7 +255,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--needs", type=float, default=0.0, metavar="SECONDS",
-        help="start no run with less time left, nor with less than the longest run took; 0 starts runs until the limit",
+        help="start no run with less time left; grows to what the longest run took; 0 starts runs until the limit",
     )  # fmt: skip
     parser.add_argument("--only", action="append", metavar="NAME=VALUE", help="only runs with this setting")
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
