@@ -93,7 +93,7 @@ SWEEP = "clip norms"
 SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
 SETTINGS = {
     "purpose", "row", "column", "seed", "steps", "batch_size", "standing_for", "standing_for_steps", "num_examples",
-    "model", "dtype", "schedule", "average",
+    "model", "dtype",
 }  # fmt: skip
 """Settings of cells that are not tuned."""
 Cell = dict[str, Any]
