@@ -12,6 +12,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,15 +183,16 @@ def _packed(folder: Path, files: int | None) -> Corpus:
     held_out = [next(folder.rglob(f"{name}.u16.xz"), None) for name in ("validation", "test")]
     if None in held_out:
         raise MissingInput(f"{folder} has train*.u16.xz but lacks validation.u16.xz or test.u16.xz")
-    validation, test = (_unpacked([file]) for file in held_out if file is not None)
-    return Corpus(np.concatenate([_unpacked([file]) for file in train]), validation, test, _marks(folder))
+    with ThreadPoolExecutor() as pool:  # lzma releases the lock
+        *parts, validation, test = pool.map(_unpacked, [*train, *(file for file in held_out if file is not None)])
+    return Corpus(np.concatenate(parts), validation, test, _marks(folder))
 
 
-def _unpacked(files: list[Path]) -> Tokens:
+def _unpacked(file: Path) -> Tokens:
     try:
-        return np.concatenate([np.frombuffer(lzma.decompress(file.read_bytes()), "<u2") for file in files])
+        return np.frombuffer(lzma.decompress(file.read_bytes()), "<u2")
     except lzma.LZMAError as error:
-        raise ValueError(f"{files[0]} is not xz ({error})") from error
+        raise ValueError(f"{file} is not xz ({error})") from error
 
 
 def _marks(folder: Path) -> Marks:

@@ -17,7 +17,7 @@ from experiments.progress import ProgressReporter
 from experiments.results_file import Line, cell_key
 from experiments.tinybert import model as models
 from experiments.tinybert.data import Corpus, fingerprint, laid_out, read_corpus, synthetic_corpus
-from experiments.tinybert.grid import ROWS, SIZES, Scoring, places
+from experiments.tinybert.grid import JOINT, ROWS, SIZES, WITH_NOISE, Scoring, places
 from experiments.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
 from experiments.tinybert.training_run import Unfinished, Workspace, dtype_on
 from experiments.tinybert.workers import Workers, workers
@@ -36,20 +36,35 @@ def run_table(request: Request, reporter: ProgressReporter) -> int:
         all_places = places(beyond=False) + places(beyond=True)
         return in_turn(jobs(lines, all_places, size, shared, request.seeds or size.seeds))
 
-    return _run(request, reporter, next_jobs)
+    return run_jobs(request, reporter, next_jobs)
 
 
 def run_sweep(request: Request, reporter: ProgressReporter) -> int:
     """Run what only a picture shows: scale-then-privatize against the clip norm, once it is tuned."""
     if request.overwrite:  # the same file holds the table's runs
         raise ValueError("figures adds to the results of tinybert; use --overwrite with tinybert instead")
-    return _run(request, reporter, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
+    return run_jobs(request, reporter, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
 
 
-def _run(request: Request, reporter: ProgressReporter, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> int:
+def run_jobs(
+    request: Request,
+    reporter: ProgressReporter,
+    next_jobs: Callable[[list[Line], Cell], list[Job]],
+    *,
+    name: str = NAME,
+    files: int | None = None,
+    needs: float = 0.0,
+    check: Callable[[int], None] = lambda num_examples: None,
+) -> int:
+    """Run jobs until `next_jobs` has none for the lines so far, or until the time limit; returns how many are left.
+
+    `name` is that of the results file. `files` limits the number of packed train files. No job starts with fewer than
+    `needs` seconds left. If `needs` is not 0, it grows to what the longest job took. `check` may refuse a
+    number of texts.
+    """
     _check_only(request)
-    make_workspace = workspace_maker(request)
-    lines = open_results(NAME, request, reporter)
+    make_workspace = workspace_maker(request, files)
+    lines = open_results(name, request, reporter)
     count = request.workers or (GPU_WORKERS if request.device.startswith("cuda") else 1)
     commit = request.commit or provenance.this_commit()
     kept = request.out / "unfinished"
@@ -57,7 +72,10 @@ def _run(request: Request, reporter: ProgressReporter, next_jobs: Callable[[list
         shutil.rmtree(kept, ignore_errors=True)
     unfinished = Unfinished(kept / commit, until=time.time() + request.seconds_left())
     workspace = make_workspace()  # before workers do, so that texts are tokenized once
-    shared = _start(request, lines, workspace, reporter) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
+    check(len(workspace.train))
+    shared = _start(name, request, lines, workspace, reporter) | {
+        "dtype": str(dtype_on(request.device))[len("torch.") :]
+    }
     with workers(workspace, make_workspace, unfinished, count) as pool:
 
         def wanted() -> list[Job]:
@@ -65,13 +83,14 @@ def _run(request: Request, reporter: ProgressReporter, next_jobs: Callable[[list
 
         if request.only and not wanted() and not any(request.wants(line["cell"]) for line in lines):
             raise MissingInput(f"only={','.join(request.only)} leaves no cell to run, and none that was run")
-        return _run_jobs(request, wanted, pool, lines, unfinished, reporter)
+        return _run_jobs(name, request, wanted, pool, lines, unfinished, reporter, needs)
 
 
 def _check_only(request: Request) -> None:
     """Refuse an `only` that no cell can match, before texts are read."""
     of_place = [text for text in request.only if text.startswith(("row=", "column="))]
     narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
+    all_places += [(JOINT.name, each.name) for each in WITH_NOISE]
     if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
         rows, columns = (sorted(set(names)) for names in zip(*all_places, strict=True))
         raise MissingInput(
@@ -85,23 +104,25 @@ def _check_only(request: Request) -> None:
 
 
 def _run_jobs(
+    name: str,
     request: Request,
     next_jobs: Callable[[], list[Job]],
     pool: Workers,
     lines: list[Line],
     unfinished: Unfinished,
     reporter: ProgressReporter,
+    needs: float,
 ) -> int:
     """Start jobs as lines come in. Past the time limit none starts, and running ones stop and are saved.
 
     Returns how many are left, as far as is known before further tuning.
     """
     flying: set[str] = set()
-    kept = 0
-    reporter.begin(NAME, total=len(next_jobs()), done=0)
+    kept = finished = 0
+    reporter.begin(name, total=len(next_jobs()), done=0)
     while True:
         waiting = [job for job in next_jobs() if cell_key(job.cell) not in flying]
-        while waiting and pool.busy < pool.count and not request.out_of_time():
+        while waiting and pool.busy < pool.count and request.seconds_left() > needs:
             job = waiting.pop(0)
             flying.add(cell_key(job.cell))
             reporter.doing(short(job.cell))
@@ -109,7 +130,7 @@ def _run_jobs(
         if not pool.busy:
             if waiting:
                 reporter.say(
-                    f"{NAME}: time limit reached, {len(waiting)} cells or more are left, {kept} of them begun; run the "
+                    f"{name}: time limit reached, {len(waiting)} cells or more are left, {kept} of them begun; run the "
                     "same command to resume"
                 )
             return len(waiting)
@@ -118,20 +139,23 @@ def _run_jobs(
         if outcome is None:
             kept += 1
             continue
-        line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds, device=request.device)
+        line = line_of(name, request, done.cell, outcome, time.perf_counter() - seconds, device=request.device)
         lines.append(line)
-        results_file.append(request.file(NAME), line)
+        results_file.append(request.file(name), line)
+        finished += 1
+        if needs and finished > pool.count:  # the first of each worker also imports and compiles
+            needs = max(needs, seconds)
         unfinished.forget(done.cell)
-        settings = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
-                if name in line["cell"]}  # fmt: skip
+        settings = {knob: line["cell"][knob] for knob in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
+                if knob in line["cell"]}  # fmt: skip
         found = line["result"]
         reporter.finished(
-            f"{NAME}: {short(line['cell'])} {settings}: validation {found['validation']}, {found['ended']}, "
+            f"{name}: {short(line['cell'])} {settings}: validation {found['validation']}, {found['ended']}, "
             f"{line['setting']['seconds']:.0f} s, {found['ms_a_step']} ms per step"
         )
 
 
-def _start(request: Request, lines: list[Line], workspace: Workspace, reporter: ProgressReporter) -> Cell:
+def _start(name: str, request: Request, lines: list[Line], workspace: Workspace, reporter: ProgressReporter) -> Cell:
     """What all cells share, after writing the loss of the model without fine-tuning.
 
     Raises ValueError if the file has runs of a different model or of different texts.
@@ -141,10 +165,10 @@ def _start(request: Request, lines: list[Line], workspace: Workspace, reporter: 
     texts = fingerprint(workspace.train)
     for line in lines:
         if line["cell"]["purpose"] == "no fine-tuning":
-            before = {name: line["cell"][name] for name in shared}
+            before = {each: line["cell"][each] for each in shared}
             if before != shared or line["result"].get("texts", texts) != texts:
                 raise ValueError(
-                    f"{request.file(NAME)} has runs of a different model or texts ({before['num_examples']:,} "
+                    f"{request.file(name)} has runs of a different model or texts ({before['num_examples']:,} "
                     f"texts, model {before['model']}; now {shared['num_examples']:,} and {shared['model']}). "
                     "Use a different folder with --out."
                 )
@@ -154,16 +178,19 @@ def _start(request: Request, lines: list[Line], workspace: Workspace, reporter: 
     result = {"ended": "finished", "validation": workspace.validation_loss(fresh), **workspace.test_losses(fresh),
               "texts": texts}  # fmt: skip
     first = line_of(
-        NAME, request, cell, Outcome(result=result, note="no private text was used"), started, device=request.device
+        name, request, cell, Outcome(result=result, note="no private text was used"), started, device=request.device
     )
-    results_file.append(request.file(NAME), first)
+    results_file.append(request.file(name), first)
     lines.append(first)
-    reporter.say(f"{NAME}: {len(workspace.train):,} texts; test loss before fine-tuning {result['test']['tokens']:.4f}")
+    reporter.say(f"{name}: {len(workspace.train):,} texts; test loss before fine-tuning {result['test']['tokens']:.4f}")
     return shared
 
 
-def workspace_maker(request: Request) -> Callable[[], Workspace]:
-    """A function that makes the workspace, in this process or another. Raises MissingInput without data or model."""
+def workspace_maker(request: Request, files: int | None = None) -> Callable[[], Workspace]:
+    """A function that makes the workspace, in this process or another. Raises MissingInput without data or model.
+
+    `files` limits the number of packed train files.
+    """
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise MissingInput(f"{NAME}: PyTorch finds no CUDA device; leave out --device {request.device}")
     scoring = SIZES[request.scale].scoring
@@ -174,15 +201,17 @@ def workspace_maker(request: Request) -> Callable[[], Workspace]:
             "tinybert needs abstracts (--data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json, the "
             "public arXiv metadata file) and a model (--model DIR or google/bert_uncased_L-2_H-128_A-2)"
         )
-    return functools.partial(_workspace, request.data, request.model, request.out, request.device, scoring)
+    return functools.partial(_workspace, request.data, request.model, request.out, request.device, scoring, files)
 
 
-def _workspace(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Workspace:
+def _workspace(
+    data: str, model: str | None, cache: Path, device: str, scoring: Scoring, files: int | None = None
+) -> Workspace:
     if model is None:
         corpus = synthetic_corpus(vocabulary=_VOCABULARY, examples=60)
         fresh, longest = functools.partial(models.synthetic, vocabulary=_VOCABULARY), 64
     else:
-        corpus = read_corpus(data, model, longest=LONGEST, cache=cache)
+        corpus = read_corpus(data, model, longest=LONGEST, cache=cache, files=files)
         fresh, longest = functools.partial(models.load, model), LONGEST
     return build_workspace(corpus, fresh, longest, device, scoring)
 

@@ -12,6 +12,7 @@ from dpoptim.privacy import (
     CyclicPoisson,
     Gradient,
     IndependentMoments,
+    JointMoments,
     NoiselessSquare,
     Poisson,
     PrivacyPlan,
@@ -39,14 +40,23 @@ class Hyperparameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An optimizer. `note` explains why it is not private (None: it is)."""
+    """An optimizer. `note` explains why it is not private (None: it is).
+
+    `moves` are the directions of the search, each as steps on the grids of one or several knobs; by default one per
+    knob. A move of several knobs keeps what matters more than either, such as the ratio of the learning rate and eps.
+    """
 
     name: str
     label: str
     knobs: tuple[Hyperparameter, ...]
+    moves: tuple[Mapping[str, int], ...] = ()
     starts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by column, if different from the knob's
     note: str | None = None
     beyond: bool = False  # not in the paper's table
+
+    def directions(self) -> tuple[Mapping[str, int], ...]:
+        """The moves of the search."""
+        return self.moves or tuple({knob.name: 1} for knob in self.knobs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,7 @@ class Column:
     paper: dict[str, float] = field(default_factory=dict)  # the paper's test losses, by row
 
 
-def _rates(start: float, *, low: float = 1e-5, high: float = 30.0) -> Hyperparameter:
+def rates(start: float, *, low: float = 1e-5, high: float = 30.0) -> Hyperparameter:
     """Learning rates 1, 2, 5 times powers of ten."""
     grid = [digit * 10.0**power for power in range(-6, 3) for digit in (1, 2, 5)]
     return Hyperparameter("lr", tuple(float(f"{rate:.0e}") for rate in grid if low <= rate <= high), start)
@@ -98,42 +108,45 @@ _NOISELESS = "NOT private: trained on un-noised squares"
 ROWS: tuple[Row, ...] = (
     Row(
         name="non_private_sgd", label="non-private SGD", note="NOT private: no clipping, no noise",
-        knobs=(_rates(0.05), _MOMENTUM),
+        knobs=(rates(0.05), _MOMENTUM),
     ),
     Row(
         name="non_private_adam", label="non-private Adam", note="NOT private: no clipping, no noise",
-        knobs=(_rates(2e-3),),
+        knobs=(rates(2e-3),),
     ),
-    Row(name="noiseless", label="noiseless preconditioner", note=_NOISELESS, knobs=(_rates(5e-4), _EPS)),
+    Row(name="noiseless", label="noiseless preconditioner", note=_NOISELESS, knobs=(rates(5e-4), _EPS)),
     Row(
         name="noiseless_scaled", label="noiseless + scale-then-privatize", note=_NOISELESS,
-        knobs=(_rates(1e-3), _EPS_OVER_LITTLE, Hyperparameter("clip_norm", (0.5, 1.0, 2.0), 1.0)),
+        knobs=(rates(1e-3), _EPS_OVER_LITTLE, Hyperparameter("clip_norm", (0.5, 1.0, 2.0), 1.0)),
         starts=_in_much_noise(lr=5e-3, eps_over_noise=0.5),
     ),
-    Row(name="post_processing", label="post-processing", knobs=(_rates(1e-3),)),
+    Row(name="post_processing", label="post-processing", knobs=(rates(1e-3),)),
     Row(
-        name="post_processing_eps", label="post-processing, ε_s tuned", knobs=(_rates(1e-3), _EPS),
+        name="post_processing_eps", label="post-processing, ε_s tuned", knobs=(rates(1e-3), _EPS),
         starts={"independent_low": {"lr": 2e-3}, "banded": {"lr": 0.01}, "independent": {"lr": 5e-4}},
     ),
-    Row(name="independent_moments", label="IME", knobs=(_rates(5e-4), _EPS)),
-    Row(name="bias_correction", label="bias correction", knobs=(_rates(5e-4), _EPS)),
+    Row(name="independent_moments", label="IME", knobs=(rates(5e-4), _EPS)),
+    Row(name="bias_correction", label="bias correction", knobs=(rates(5e-4), _EPS)),
     Row(
-        name="scale_then_privatize", label="scale-then-privatize", knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE),
+        name="scale_then_privatize", label="scale-then-privatize", knobs=(rates(1e-3), _CLIP_NORM, _EPS_SCALE),
         starts=_in_much_noise(clip_norm=0.25) | _AT_AN_EPSILON,
     ),
-    Row(name="dp_sgd", label="DP-SGD", knobs=(_rates(0.5), _MOMENTUM)),
+    Row(name="dp_sgd", label="DP-SGD", knobs=(rates(0.5), _MOMENTUM)),
     Row(name="exponent_quarter", label="scale-then-privatize, p = 1/4", beyond=True,
-        knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
+        knobs=(rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
     Row(name="exponent_third", label="scale-then-privatize, p = 1/3", beyond=True,
-        knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
-    Row(name="average_of_squares", label="IME, average of squares", beyond=True, knobs=(_rates(5e-4), _EPS)),
+        knobs=(rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
+    Row(name="average_of_squares", label="IME, average of squares", beyond=True, knobs=(rates(5e-4), _EPS)),
     Row(
         name="delayed", label="delayed preconditioner (DP²)", beyond=True,
-        knobs=(_rates(0.2), Hyperparameter("period", (50, 100, 200), 100),
+        knobs=(rates(0.2), Hyperparameter("period", (50, 100, 200), 100),
                Hyperparameter("eps", (1e-4, 3e-4, 1e-3), 3e-4)),
     ),
 )  # fmt: skip
 """In the table's order."""
+
+JOINT = Row(name="joint_moments", label="JME", knobs=(rates(5e-4), _EPS))
+"""Only in the table with scheduled learning rates."""
 
 EXPONENTS = {"scale_then_privatize": 0.5, "exponent_quarter": 0.25, "exponent_third": 1 / 3}
 NON_PRIVATE = ("non_private_sgd", "non_private_adam")
@@ -188,7 +201,7 @@ PAPER_GRADIENT = 0.27
 
 def row(name: str) -> Row:
     """The row of that name."""
-    return next(each for each in ROWS if each.name == name)
+    return next(each for each in (*ROWS, JOINT) if each.name == name)
 
 
 def column(name: str) -> Column:
@@ -226,6 +239,7 @@ class Size:
 
     `standing_for` is the batch size whose noise in the average gradient a smaller batch keeps, so that tuning sees
     nearly the same problem. A smaller batch adds sampling noise, which matters more where there is little other noise.
+    With an `average`, final runs are also scored at the exponential moving average of their weights with this decay.
     """
 
     steps: int
@@ -236,6 +250,8 @@ class Size:
     seeds: int
     tuned: bool = True  # False: every setting stays at the start of the search
     scoring: Scoring = Scoring()
+    schedule: str = "constant"  # of the learning rate; see `rate_factor`
+    average: float | None = None
 
 
 SIZES = {
@@ -312,6 +328,8 @@ def _release(name: str) -> Release:
         return NoiselessSquare()
     if name in ("independent_moments", "average_of_squares"):
         return IndependentMoments(squares="average_of" if name == "average_of_squares" else "of_average")
+    if name == "joint_moments":
+        return JointMoments()
     return Gradient()
 
 

@@ -14,7 +14,7 @@ from dpoptim.optim import Adam, PrivateOptimizer
 BINS = tuple(-22 + 0.25 * i for i in range(97))
 """Edges of the histogram of log10 ν̂."""
 _HISTOGRAMS = ("noiseless", "non_private_adam")
-_NEGATIVES = ("bias_correction", "independent_moments", "average_of_squares")
+_NEGATIVES = ("bias_correction", "independent_moments", "average_of_squares", "joint_moments")
 
 
 class RunMetrics:

@@ -136,6 +136,8 @@ def optimizer_of(
                 )
             case "independent_moments" | "average_of_squares":
                 return optim.independent_moments(model, plan, rate, rule=Adam(eps=cell["eps"]), **common)
+            case "joint_moments":
+                return optim.joint_moments(model, plan, rate, rule=Adam(eps=cell["eps"]), **common)
             case "bias_correction":
                 return optim.bias_correction(model, plan, rate, rule=Adam(eps=cell["eps"]), **common)
             case "scale_then_privatize" | "exponent_quarter" | "exponent_third" as name:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.results_file import Line, cell_key
-from experiments.tinybert.grid import COLUMNS, Hyperparameter, Row, Size, column, row
+from experiments.tinybert.grid import COLUMNS, Row, Size, column, row
 
 Setting = tuple[tuple[str, float], ...]
 
@@ -28,6 +28,7 @@ def wanted(row: Row, column: str, tried: Mapping[Setting, float]) -> list[Settin
     `tried` has the loss of each setting, infinity if it diverged or was abandoned. Both neighbours on a knob's grid are
     returned at once, so that they can run in parallel.
 
+    >>> from experiments.tinybert.grid import Hyperparameter
     >>> knobs = Hyperparameter("lr", (1.0, 2.0, 3.0), 2.0), Hyperparameter("eps", (1.0, 2.0), 1.0)
     >>> row = Row(name="x", label="x", knobs=knobs)
     >>> tried: dict[Setting, float] = {}
@@ -58,23 +59,34 @@ def _descend(row: Row, column: str, tried: Mapping[Setting, float]) -> tuple[Set
     moved = True
     while moved:
         moved = False
-        for knob in row.knobs:
+        for move in row.directions():
             while True:
-                beside = _beside(here, knob)
+                beside = _beside(here, row, move)
                 if missing := [setting for setting in beside if setting not in tried]:
                     return here, missing
-                best = min([here, *beside], key=lambda setting: tried[setting])
+                # Where all diverged, a lower learning rate is the way out.
+                best = min([here, *beside], key=lambda setting: (tried[setting], dict(setting).get("lr", 0.0)))
                 if best == here:
                     break
                 here, moved = best, True
     return here, []
 
 
-def _beside(setting: Setting, knob: Hyperparameter) -> list[Setting]:
-    values = dict(setting)
-    at = knob.grid.index(values[knob.name])
-    others = [knob.grid[i] for i in (at - 1, at + 1) if 0 <= i < len(knob.grid)]
-    return [tuple((name, other if name == knob.name else value) for name, value in setting) for other in others]
+def _beside(setting: Setting, row: Row, move: Mapping[str, int]) -> list[Setting]:
+    """The settings one move back and one ahead, where the grids reach that far.
+
+    >>> from experiments.tinybert.grid import Hyperparameter
+    >>> knobs = Hyperparameter("lr", (1.0, 2.0, 5.0), 2.0), Hyperparameter("eps", (0.1, 0.2), 0.1)
+    >>> _beside((("lr", 2.0), ("eps", 0.1)), Row(name="x", label="x", knobs=knobs), {"lr": 1, "eps": 1})
+    [(('lr', 5.0), ('eps', 0.2))]
+    """
+    found = []
+    for sign in (-1, 1):
+        at = {knob.name: knob.grid.index(value) + sign * move.get(knob.name, 0)
+              for knob, (_, value) in zip(row.knobs, setting, strict=True)}  # fmt: skip
+        if all(0 <= at[knob.name] < len(knob.grid) for knob in row.knobs):
+            found.append(tuple((knob.name, knob.grid[at[knob.name]]) for knob in row.knobs))
+    return found
 
 
 SWEEP = "clip norms"
@@ -147,7 +159,7 @@ def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
 def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
     """A run with the smaller batch."""
     own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": size.standing_for}
-    return {**own, **_tuning_sizes(place, size), **shared, **dict(setting)}
+    return {**own, **_tuning_sizes(place, size), **_scheduled(size), **shared, **dict(setting)}
 
 
 def _tuning_sizes(place: Place, size: Size) -> Cell:
@@ -160,12 +172,19 @@ def _tuning_sizes(place: Place, size: Size) -> Cell:
 def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
     """A run whose test loss is reported."""
     sizes = {"steps": size.steps, "batch_size": size.batch_size, "standing_for": size.standing_for}
-    return {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **shared, **dict(setting)}
+    own = {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **_scheduled(size)}
+    return {**own, **({} if size.average is None else {"average": size.average}), **shared, **dict(setting)}
+
+
+def _scheduled(size: Size) -> Cell:
+    """The schedule, unless it is constant: cells of constant rates do not mention it."""
+    return {} if size.schedule == "constant" else {"schedule": size.schedule}
 
 
 def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
     """The tuning runs of a place at this size, oldest first."""
-    return _lines_of(lines, place, purpose="tuning", **_tuning_sizes(place, size))
+    schedule = None if size.schedule == "constant" else size.schedule
+    return _lines_of(lines, place, purpose="tuning", schedule=schedule, **_tuning_sizes(place, size))
 
 
 def final_lines(lines: Sequence[Line], place: Place) -> list[Line]:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,26 @@ class Unfinished:
 Curve = list[tuple[int, float]]
 WORSE = 0.05
 """From half of its steps on, a tuning run this much worse than the best of its place is abandoned."""
+WORSE_BEFORE_DECAY = 0.3
+"""The same with a schedule: higher rates are worse until the decay, and then gain more from it."""
+WARMUP, DECAY = 0.1, 0.3
+
+
+def rate_factor(schedule: str, step: int, steps: int) -> float:
+    """What multiplies the learning rate of step `step`, from 0.
+
+    "constant" is 1. "wsd" (warm-up, stable, decay) rises linearly over the first 10 % of the steps, stays at 1, and
+    falls linearly over the last 30 %; it would reach 0 one step after the last.
+
+    >>> [rate_factor("wsd", step, 20) for step in (0, 1, 2, 13, 14, 17, 19)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.16666666666666666]
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule != "wsd":
+        raise ValueError(f"schedule={schedule!r} must be constant or wsd")
+    rising, falling = max(round(WARMUP * steps), 1), max(round(DECAY * steps), 1)
+    return min(1.0, (step + 1) / rising, (steps - step) / falling)
 
 
 def dtype_on(device: str) -> torch.dtype:
@@ -122,6 +143,45 @@ class Workspace:
         losses = mean_losses(model, self.test, examples=examples, longest=self.longest)
         return {"test": {name: _finite(loss) for name, loss in losses.items()}, "test_examples": examples}
 
+    def losses_of_average(self, model: MaskedLM) -> dict[str, Any]:
+        """The losses for a line of a model that has averaged weights; None if not finite."""
+        return {"validation_average": _finite(self.validation_loss(model)),
+                "test_average": self.test_losses(model)["test"]}  # fmt: skip
+
+
+class WeightAverage:
+    """The exponential moving average of a model's weights, in float32: a ← decay·a + (1 − decay)·w."""
+
+    def __init__(self, model: MaskedLM, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._average = [weight.float().clone() for weight in self._weights()]
+
+    def after_step(self) -> None:
+        """Include the weights as they are now."""
+        weights = [weight.float() for weight in self._weights()]
+        torch._foreach_lerp_(self._average, weights, 1 - self._decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[MaskedLM]:
+        """The model with the averaged weights, which it has until the block ends."""
+        own = [weight.clone() for weight in self._weights()]
+        try:
+            torch._foreach_copy_(self._weights(), self._average)
+            yield self._model
+        finally:
+            torch._foreach_copy_(self._weights(), own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average so far."""
+        return {"average": self._average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from there."""
+        torch._foreach_copy_(self._average, [value.to(self._average[0].device) for value in state["average"]])
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self._model.parameters()]
+
 
 def run(
     cell: Mapping[str, Any], workspace: Workspace, *, beat: Curve | None = None, unfinished: Unfinished | None = None
@@ -137,7 +197,7 @@ def run(
     for step in training.steps():
         if step % max(steps // workspace.scoring.points, 1) == 0 or step == steps:
             training.curve.append((step, workspace.validation_loss(training.model)))
-            ended = _verdict(training.curve, beat, steps)
+            ended = _verdict(training.curve, beat, steps, WORSE_BEFORE_DECAY if "schedule" in cell else WORSE)
             if ended != "finished":
                 break
         if unfinished is not None and step < steps:
@@ -156,6 +216,9 @@ def run(
     }
     if cell["purpose"] == "final":
         result |= workspace.test_losses(training.model)
+        if training.average is not None:
+            with training.average.in_model() as model:
+                result |= workspace.losses_of_average(model)
     epsilon, note = guarantee(cell, training.plan)
     adjacency = None if note else training.plan.adjacency.value
     return Outcome(result=result, plan=described(training.plan), epsilon=epsilon, note=note, adjacency=adjacency)
@@ -183,6 +246,8 @@ class _Training:
         )  # fmt: skip
         self._differentiate = self.optimizer.captured(self.model, pad_to_multiple=part_multiple(self.plan.batch_size))
         self.metrics = RunMetrics(cell, self.optimizer)
+        self.average = WeightAverage(self.model, cell["average"]) if "average" in cell else None
+        self._cell = cell
         self.curve: Curve = []
         self._workspace, self._secret, self._begun = workspace, key.for_run(run_id), time.perf_counter()
 
@@ -204,12 +269,20 @@ class _Training:
             step = self.optimizer.mechanism.step
             if begins:
                 generator.manual_seed(int.from_bytes(self._secret.subkey("masks", str(step))[:8], "little") % 2**63)
+                self._set_rate(step)
             self._differentiate(make_part(workspace.train, indices, width, most, vocabulary, generator))
             self.optimizer.step()
             begins = self.loader.step_ends
             if begins:
                 self.metrics.after(step)
+                if self.average is not None:
+                    self.average.after_step()
                 yield step + 1
+
+    def _set_rate(self, step: int) -> None:
+        factor = rate_factor(self._cell.get("schedule", "constant"), step, self._cell["steps"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = factor * self._cell["lr"]
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self._parts().items()}
@@ -222,10 +295,11 @@ class _Training:
         self._begun = time.perf_counter() - state["seconds"]
 
     def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "metrics": self.metrics}
+        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "metrics": self.metrics}
+        return parts if self.average is None else {**parts, "average": self.average}
 
 
-def _verdict(curve: Curve, beat: Curve | None, steps: int) -> str:
+def _verdict(curve: Curve, beat: Curve | None, steps: int, worse: float = WORSE) -> str:
     """Whether to continue: "finished" means yes, until the end.
 
     >>> _verdict([(10, math.nan)], None, 20), _verdict([(10, 5.0)], [(10, 4.0)], 20), _verdict([(5, 5.0)], [], 20)
@@ -235,7 +309,7 @@ def _verdict(curve: Curve, beat: Curve | None, steps: int) -> str:
     if not math.isfinite(loss) or loss > curve[0][1] + 2:
         return "diverged"
     best = dict(beat or []).get(step)
-    if best is not None and steps > step >= steps / 2 and loss > best + WORSE:
+    if best is not None and steps > step >= steps / 2 and loss > best + worse:
         return "given up"
     return "finished"
 

@@ -31,6 +31,7 @@ from experiments.tinybert.data import Marks, laid_out, make_part, read_corpus, s
 from experiments.tinybert.experiment import build_workspace, run_table
 from experiments.tinybert.grid import (
     COLUMNS,
+    JOINT,
     NON_PRIVATE,
     ROWS,
     SIZES,
@@ -281,7 +282,7 @@ class TestPrivacy:
         assert tuned.noise_multiplier == pytest.approx(final.noise_multiplier * 256 / 2048)
 
 
-@pytest.mark.parametrize("name", [each.name for each in ROWS])
+@pytest.mark.parametrize("name", [each.name for each in (*ROWS, JOINT)])
 def test_every_row_trains(workspace, name):
     kind = "none" if name.startswith("non_private") else "independent_low"
     outcome = run(cell(name, kind), workspace)
@@ -289,7 +290,7 @@ def test_every_row_trains(workspace, name):
     assert outcome.result["ended"] in ("finished", "diverged")
     assert ("NOT private" in (outcome.note or "")) == (outcome.epsilon is None)
     assert ("gradient_norms" in outcome.result) == (name == "noiseless")
-    assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "bias")))
+    assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "JME", "bias")))
 
 
 def test_seeds_test_texts_and_every_setting_make_a_difference(workspace):
