@@ -10,6 +10,7 @@ from typing import Any
 
 import accelerate
 import torch
+import transformers
 
 from dpoptim import app
 from dpoptim.app.cli import main
@@ -17,11 +18,13 @@ from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.run_log import read_log
 from dpoptim.data.processes import Processes
+from dpoptim.data.shards import is_sharded
 from dpoptim.integrations.accelerate import prepare_accelerate
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from tests.distributed import jobs
+from tests.distributed.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.integrations.hugging_face import cases
 
 EXACT = PrivacyArguments(noise_multiplier=0.0, clip_norm=0.5, variant="dp_sgd", sampling="shuffled", delta=1e-3)
@@ -32,11 +35,13 @@ def _trainer(folder: Path, privacy: PrivacyArguments, **changes: Any) -> Private
     """Every step draws the whole dataset, so that without noise the result does not depend on the key."""
     records = cases.labelled()[:12]
     split = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2 // int(os.environ["WORLD_SIZE"])}
-    args = cases.training_args(folder, **split, **changes)
+    split |= {"fsdp": True} if jobs.SHARDED else {}
+    args = cases.training_args(folder, **{**split, **changes})
     return PrivateTrainer(
         model=cases.classifier(dropout=0.1 if privacy is NOISY else 0.0),
         args=args,
         train_dataset=records,
+        eval_dataset=cases.unseen(5),
         processing_class=cases.WORDS,
         privacy=privacy,
     )
@@ -103,6 +108,46 @@ class _StopsAfter(ProgressReporter):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+SPLIT = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, sampling="poisson", clip_norm=0.5)  # and no dropout
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+
+
+class _EndsAfter(transformers.TrainerCallback):
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self._last
+
+
+def noisy(folder: str, last: str = "4", **changes: Any) -> dict[str, Any]:
+    """Train with a fixed key until a step, evaluate and save on the way, and save the model."""
+    _fix_keys()
+    trainer = _trainer(Path(folder), SPLIT, **SAVING, per_device_train_batch_size=3, **changes)
+    trainer.add_callback(_EndsAfter(int(last)))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    trainer.save_model()
+    Processes.current().from_first(None)  # waits for the file
+    saved = transformers.AutoModelForSequenceClassification.from_pretrained(Path(folder, "out"))
+    return {
+        "weights": jobs.weights(trainer.model),
+        "saved": jobs.weights(saved),
+        "gradients": [name for name, p in trainer.model.named_parameters() if p.grad is not None],
+        "sharded": all(map(is_sharded, trainer.model.parameters())),
+        "losses": [before] + [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "files": sorted(file.name for file in Path(folder, "out", "checkpoint-2").iterdir()),
+        "logged": sorted({name for entry in trainer.state.log_history for name in entry}),
+    }
+
+
+def resumed(folder: str) -> Any:
+    """Continue the run of `noisy` after its second step."""
+    trainer = _trainer(Path(folder), SPLIT, **SAVING, per_device_train_batch_size=3)
+    trainer.train(resume_from_checkpoint=str(Path(folder, "out", "checkpoint-2")))
+    return jobs.weights(trainer.model)
+
+
 def _fix_keys() -> None:
     NoiseKey.generate = classmethod(lambda cls: cls.from_bytes(bytes(32)))  # type: ignore[method-assign, assignment]
     os.urandom = bytes
@@ -157,4 +202,6 @@ def command(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if jobs.SHARDED:
+        allow_fsdp_on_cpu()
     jobs.main(sys.argv[1], sys.argv[2:], globals())

@@ -59,12 +59,20 @@ def own_part(tensor: Tensor, *, like: Tensor | None = None) -> Tensor:
     return tensor[rows * rank : rows * (rank + 1)]
 
 
-def whole_state(state: Any) -> Any:
+def whole_state(state: Any, *, to_save: bool = False) -> Any:
     """Return a state_dict with whole tensors in place of sharded ones; all processes must call this.
 
-    Any number of processes can load the result, with or without sharding.
+    Any number of processes can load the result, with or without sharding. With `to_save`, process 0 has it on the CPU,
+    and the others have None in place of sharded tensors, so that no GPU holds more than one whole tensor.
     """
-    return pytree.tree_map(lambda leaf: _whole(leaf) if is_sharded(leaf) else leaf, state)
+
+    def whole(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        found = _whole(leaf)
+        return found if not to_save else found.cpu() if distributed.get_rank() == 0 else None
+
+    return pytree.tree_map(whole, state)
 
 
 def _whole(tensor: Any) -> Tensor:

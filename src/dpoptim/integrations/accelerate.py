@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpoptim.data import PrivateLoader
+from dpoptim.data.shards import fsdp_modules
 from dpoptim.optim import PrivateOptimizer
 
-__all__ = ["prepare_accelerate"]
+__all__ = ["prepare_accelerate", "shard_for_accelerate"]
 
 
 def prepare_accelerate(
@@ -39,7 +40,8 @@ def prepare_accelerate(
         What `accelerator.prepare(model, optimizer, *others)` returns.
 
     Raises:
-        ValueError: A setting of the accelerator would change clipping or sampling.
+        ValueError: A setting of the accelerator would change clipping or sampling, or it has FSDP2 and the model was not
+            sharded with `shard_for_accelerate`.
 
     Guarantee: `accelerator.backward` does not scale the loss, and every `optimizer.step()` reaches the optimizer.
     """
@@ -52,6 +54,11 @@ def prepare_accelerate(
             "private_loader(..., micro_batch_size=...)."
         )
     check_accelerator(accelerator)
+    if uses_fsdp2(accelerator) and not fsdp_modules(model):
+        raise ValueError(
+            "the accelerator has FSDP2, and the model is whole. Call shard_for_accelerate(accelerator, model) before "
+            "creating the optimizer."
+        )
     for other in others:
         if isinstance(other, LRScheduler) and accelerator.num_processes > 1:
             raise ValueError(
@@ -62,22 +69,92 @@ def prepare_accelerate(
             raise ValueError(
                 f"a {type(other).__name__} must not be prepared here. Iterate over the private loader itself."
             )
-    keep_whole_models(accelerator)
+    keep_models(accelerator)
     return tuple(accelerator.prepare(model, optimizer, *others))
 
 
+def shard_for_accelerate(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model as the FSDP2 plugin of Accelerate says, before its private optimizer is created.
+
+        model = shard_for_accelerate(accelerator, model)
+        optimizer = dpoptim.scale_then_privatize(model, plan, lr=1e-3)
+        model, optimizer = prepare_accelerate(accelerator, model, optimizer)
+
+    Args:
+        accelerator: An `accelerate.Accelerator`. Without FSDP2 the model stays whole.
+        model: A whole model. It is changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: A setting of the accelerator would change clipping or sampling.
+    """
+    check_accelerator(accelerator)
+    if not uses_fsdp2(accelerator):
+        return model
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin, embedding = accelerator.state.fsdp_plugin, getattr(model, "get_input_embeddings", lambda: None)()
+    if plugin.transformer_cls_names_to_wrap is None and embedding is not None:
+        # Accelerate shards the embedding by itself, and would fail if the default (BertEmbeddings) had sharded it.
+        around = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
+        kinds = {type(module).__name__ for module in model.modules()} - around
+        plugin.transformer_cls_names_to_wrap = sorted(kinds & set(getattr(model, "_no_split_modules", None) or ()))
+    sharded: nn.Module = fsdp2_prepare_model(accelerator, model)
+    return sharded
+
+
+def uses_fsdp2(accelerator: Any) -> bool:
+    """Whether an Accelerator shards models with FSDP2; on CPUs it ignores its FSDP plugin."""
+    return bool(getattr(accelerator, "is_fsdp2", False))
+
+
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse an Accelerator that splits the model or scales the loss."""
+    """Refuse an Accelerator that splits the model otherwise than by FSDP2, or scales the loss."""
     backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if backend in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP"):
+    if backend == "FSDP" and not uses_fsdp2(accelerator):
+        raise ValueError("FSDP1 flattens parameters, so examples cannot be clipped. Set fsdp_version=2.")
+    if backend in ("DEEPSPEED", "MEGATRON_LM", "TP"):
         raise ValueError(
-            f"distributed_type={backend}: private training has a whole model in each process. Choose multi-GPU or "
-            "multi-CPU in `accelerate config`."
+            f"distributed_type={backend}: private training has a whole model in each process, or FSDP2. Choose one of "
+            "them in `accelerate config`."
         )
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is not None and set(config.active_mesh_dims) - {"dp_shard"}:
+        raise ValueError(
+            f"parallelism_config has {', '.join(config.active_mesh_dims)}: private training divides models by dp_shard "
+            "alone. Leave it out."
+        )
+    if uses_fsdp2(accelerator) and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise ValueError("activation_checkpointing of FSDP renames parameters. Use the model's gradient checkpointing.")
     if accelerator.scaler is not None:
         raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
 
 
-def keep_whole_models(accelerator: Any) -> None:
-    """Let `accelerator.prepare` leave models unwrapped, because the optimizer adds up the gradients of processes."""
+def keep_models(accelerator: Any) -> None:
+    """Let `accelerator.prepare` leave models as they are, because the optimizer adds up the gradients of processes.
+
+    Accelerate would save the optimizer of a sharded model without the state of the private run, so it is stopped.
+    """
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    if uses_fsdp2(accelerator):
+        accelerator._prepare_fsdp2 = partial(_prepare_sharded, accelerator)
+        accelerator.register_save_state_pre_hook(_refuse_state)
+        accelerator.register_load_state_pre_hook(_refuse_state)
+
+
+def _prepare_sharded(accelerator: Any, *given: Any) -> list[Any]:
+    """Prepare everything but models, which are sharded, as `Accelerator.prepare` does."""
+    accelerator._models += [one for one in given if isinstance(one, nn.Module) and one not in accelerator._models]
+    for is_first in (True, False):
+        given = tuple(
+            one if isinstance(one, nn.Module) else accelerator._prepare_one(one, first_pass=is_first) for one in given
+        )
+    return list(given)
+
+
+def _refuse_state(*_: Any) -> None:
+    raise ValueError(
+        "Accelerate's checkpoints of FSDP2 lack the private run. Save dpoptim.data.whole_state(...) instead."
+    )

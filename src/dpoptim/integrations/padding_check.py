@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
+from dpoptim.data.shards import fsdp_modules
 from dpoptim.integrations.token_losses import IGNORED
 from dpoptim.kernels.norms import full_precision
 from dpoptim.validation.temporary_changes import in_eval_mode
@@ -122,7 +123,10 @@ def _cut(batch: Any, row: int, copies: Any) -> Any:
 
 def _in_float32(model: nn.Module) -> tuple[nn.Module, float]:
     """The model, copied to float32 if it has 16 bits and is not large, and how far two of its losses may differ."""
-    parameters = list(model.parameters())
+    parameters, groups = list(model.parameters()), fsdp_modules(model)
+    computed_in = {group._get_fsdp_state()._mp_policy.param_dtype for group in groups}  # type: ignore[operator]
+    if groups:  # cannot be copied
+        return model, 1e-4 if (computed_in | {p.dtype for p in parameters}) <= {None, torch.float32} else 5e-2
     if all(parameter.dtype in (torch.float32, torch.float64) for parameter in parameters):
         return model, 1e-4
     if sum(parameter.numel() for parameter in parameters) <= _MAX_COPIED:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpoptim.clipping import linear_cross_entropy
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.generic import generic
+from dpoptim.data.shards import fsdp_modules
 from dpoptim.validation.temporary_changes import in_eval_mode
 
 IGNORED = -100
@@ -34,8 +35,11 @@ def token_losses(
     *,
     targets_only: bool,
 ) -> Tensor:
-    """The loss at each place, [examples, places]; `targets_only`, if `can_read_targets` allows it, stores no logits."""
-    if targets_only:
+    """The loss at each place, [examples, places]; `targets_only`, if `can_read_targets` allows it, stores no logits.
+
+    Sharded models always compute all logits, because the weight of the linear map is whole only inside the map.
+    """
+    if targets_only and not fsdp_modules(model):
         parts = _parts(model)
         assert parts is not None, "the model is not the one that was prepared"
         return linear_cross_entropy(parts[1], _entering(model, parts, inputs, places), labels)

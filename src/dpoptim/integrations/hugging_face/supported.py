@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dpoptim.integrations.accelerate import uses_fsdp2
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
@@ -31,7 +32,6 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: sup
 _WHOLE_MODEL = {  # TrainingArguments that split a model or its batches, and how to avoid them
     "n_gpu": "Start the script with torchrun, or set CUDA_VISIBLE_DEVICES=0.",
     "deepspeed": "Leave it out.",
-    "fsdp": "Leave it out.",
     "parallelism_config": "Leave it out.",
 }
 _TRAINER_OPTIONS = {
@@ -66,6 +66,20 @@ def check_subclass(kind: type, base: type) -> None:
             raise ValueError(
                 f"{kind.__name__} overrides {name}, which may mix examples. Pass loss_per_example= instead."
             )
+
+
+def check_sharding(args: Any, accelerator: Any) -> None:
+    """Refuse FSDP where Accelerate ignores it, and save whole models if it is used."""
+    if not uses_fsdp2(accelerator):
+        if args.fsdp:
+            raise ValueError(f"fsdp={args.fsdp!r}: Accelerate does not shard models on the CPU. Leave it out.")
+        return
+    if args.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end=True cannot load whole weights into a sharded model. Load the best checkpoint "
+            "with from_pretrained after training."
+        )
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
 
 def check_call(

@@ -21,11 +21,17 @@ from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, 
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
-from dpoptim.integrations.accelerate import check_accelerator, keep_whole_models
+from dpoptim.data.shards import fsdp_modules, whole_state
+from dpoptim.integrations.accelerate import (
+    check_accelerator,
+    keep_models,
+    shard_for_accelerate,
+    uses_fsdp2,
+)
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
-from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
+from dpoptim.integrations.hugging_face.supported import check_call, check_sharding, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
 from dpoptim.integrations.released_norms import released_norms
@@ -35,6 +41,7 @@ from dpoptim.optim import PrivateOptimizer
 from dpoptim.optim.out_of_memory import RUNNING, advising
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
+from dpoptim.validation.temporary_changes import replaced
 
 _MIN_FACTOR_MEMORY = 1 << 30  # bytes; smaller micro-batches would save little
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs of the stock Trainer
@@ -101,7 +108,8 @@ class PrivateTrainer(transformers.Trainer):
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
         check_accelerator(self.accelerator)
-        keep_whole_models(self.accelerator)
+        keep_models(self.accelerator)
+        check_sharding(self.args, self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
@@ -141,6 +149,7 @@ class PrivateTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> StepLoader:
         """Return one item per step of the plan; Accelerate does not shard, dispatch or reorder it."""
+        self._shard()  # before the model runs, because only then it is on the right device
         plan = self._plan if self._plan is not None else self.plan
         dataset, collate = self._used_columns(self.train_dataset), self.data_collator
         if dataset is self.train_dataset:  # it has no named columns
@@ -178,7 +187,9 @@ class PrivateTrainer(transformers.Trainer):
         size: int = self.args.per_device_train_batch_size
         if not self.args.gradient_checkpointing or not factor_bytes:
             return size
-        memory = max(_MIN_FACTOR_MEMORY, 2 * sum(parameter.nbytes for parameter in self.model.parameters()))
+        weights = sum(parameter.nbytes for parameter in self.model.parameters())
+        share = self.args.world_size if uses_fsdp2(self.accelerator) else 1
+        memory = max(_MIN_FACTOR_MEMORY, 2 * weights // share)
         return min(size, max(1, memory // factor_bytes))
 
     def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> int:
@@ -330,6 +341,12 @@ class PrivateTrainer(transformers.Trainer):
             observers.append(self._note_released)
         return self.optimizer
 
+    def _shard(self) -> None:
+        """Shard the model if Accelerate has FSDP2; the optimizer is created afterwards."""
+        if uses_fsdp2(self.accelerator):
+            shard_for_accelerate(self.accelerator, self.model)
+            self.accelerator._models = [self.model]
+
     def _note_released(self, released: Released) -> None:
         """Keep the norms of the noisy gradient and of its noise for the next log."""
         assert self.private_optimizer is not None
@@ -352,6 +369,8 @@ class PrivateTrainer(transformers.Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or self.args.output_dir
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
+        if resume_from_checkpoint and uses_fsdp2(self.accelerator):
+            self._load_before_sharding(str(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -393,6 +412,7 @@ class PrivateTrainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stock loop, and restore the random generators afterwards."""
+        self._shard()
         with torch.random.fork_rng():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -422,8 +442,25 @@ class PrivateTrainer(transformers.Trainer):
         self._ledger = StepLedger.open(self._run_secrets().ledger_file, header, step=step)
         optimizer.mechanism.before_step = self._ledger.before_step
 
+    def _load_before_sharding(self, checkpoint: str) -> None:
+        """Load the weights of a checkpoint as the stock trainer loads whole models."""
+        if fsdp_modules(self.model):
+            raise ValueError("the model is sharded already. To resume, create a new PrivateTrainer with a whole model.")
+        with replaced(self, is_fsdp_enabled=False):
+            super()._load_from_checkpoint(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not uses_fsdp2(self.accelerator):  # otherwise they were loaded before the model was sharded
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
+        if uses_fsdp2(self.accelerator):  # the same files as for whole models
+            state = whole_state(self.optimizer.state_dict(), to_save=True)
+            if self.args.should_save:
+                torch.save(state, Path(output_dir, "optimizer.pt"))
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
         if self._steps is not None and self.args.should_save:
             state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
             Path(output_dir, LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -433,7 +470,11 @@ class PrivateTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if uses_fsdp2(self.accelerator):
+            self.optimizer.load_state_dict(torch.load(Path(checkpoint, "optimizer.pt"), "cpu", weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
         assert self.private_optimizer is not None
         self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
