@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, get_scheduler
 
 import dpoptim
-from dpoptim.integrations.accelerate import prepare_accelerate
+from dpoptim.integrations.accelerate import prepare_accelerate, shard_for_accelerate
 from dpoptim.integrations.losses import losses_for
 
 
@@ -68,6 +68,7 @@ def main() -> None:
     ).calibrate(epsilon=options.epsilon, delta=options.delta)  # fmt: skip
     loader = dpoptim.private_loader(train, plan, micro_batch_size=options.micro_batch_size, collate_fn=collate)
     loss_per_example = losses_for(model)
+    model = shard_for_accelerate(accelerator, model)  # if Accelerate has FSDP2; before the optimizer is created
     private = dpoptim.scale_then_privatize(model, plan, lr=options.learning_rate)
     schedule = get_scheduler("linear", private, num_warmup_steps=plan.steps // 20, num_training_steps=plan.steps)
 
@@ -94,8 +95,9 @@ def main() -> None:
                 is_right = model(**batch).logits.argmax(-1) == batch["labels"]
             right += int(accelerator.gather_for_metrics(is_right).sum())
         accelerator.print(f"accuracy {right / len(held_out.dataset):.3f}, on data that the guarantee does not cover")
+    weights = accelerator.get_state_dict(model)  # in all processes, because the model may be sharded
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(options.output_dir)
+        accelerator.unwrap_model(model).save_pretrained(options.output_dir, state_dict=weights)
         tokenizer.save_pretrained(options.output_dir)
         print(plan.statement())
 

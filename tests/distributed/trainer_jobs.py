@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import accelerate
+import peft
+import safetensors.torch
 import torch
 import transformers
+from torch import nn
 
+import dpoptim
 from dpoptim import app
 from dpoptim.app.cli import main
 from dpoptim.app.progress import ProgressReporter
@@ -19,7 +25,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.run_log import read_log
 from dpoptim.data.processes import Processes
 from dpoptim.data.shards import is_sharded
-from dpoptim.integrations.accelerate import prepare_accelerate
+from dpoptim.integrations.accelerate import prepare_accelerate, shard_for_accelerate
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
@@ -41,7 +47,7 @@ def _trainer(folder: Path, privacy: PrivacyArguments, **changes: Any) -> Private
         model=cases.classifier(dropout=0.1 if privacy is NOISY else 0.0),
         args=args,
         train_dataset=records,
-        eval_dataset=cases.unseen(5),
+        eval_dataset=cases.unseen(16),
         processing_class=cases.WORDS,
         privacy=privacy,
     )
@@ -87,6 +93,48 @@ def loop() -> dict[str, Any]:
         accelerator.backward(jobs.losses_of(model, x, y).sum())
         optimizer.step()
     return {**found, "weights": jobs.weights(model), "kind": type(model).__name__}
+
+
+def sharded_loop() -> dict[str, Any]:
+    """A loop under Accelerate with FSDP2, a model that was not sharded, and checkpoints that must not be used."""
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator, plan, found = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin), jobs.plan_of(), {}
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    whole = copy.deepcopy(model)
+    try:
+        prepare_accelerate(accelerator, whole, dpoptim.post_processing(whole, plan, 1e-2))
+    except ValueError as error:
+        found["whole"] = str(error)
+    shard_for_accelerate(accelerator, model)
+    loader = dpoptim.private_loader(jobs.records(), plan, key=jobs.KEY, run_id="a")
+    made = dpoptim.scale_then_privatize(model, plan, 1e-2, key=jobs.KEY, run_id="a")
+    prepared, optimizer = prepare_accelerate(accelerator, model, made)
+    for x, y in loader:
+        accelerator.backward(jobs.losses_of(prepared, x, y).sum())
+        optimizer.step()
+    try:
+        accelerator.save_state(tempfile.mkdtemp())
+    except ValueError as error:
+        found["state"] = str(error)
+    return {**found, "weights": jobs.weights(model), "is prepared": [prepared is model, optimizer is not made]}
+
+
+def refused(folder: str) -> dict[str, str]:
+    """What PrivateTrainer says to other FSDP settings."""
+    found = {}
+    changes: dict[str, dict[str, Any]] = {
+        "FSDP1": {"fsdp_config": {"version": 1}},
+        "activation checkpointing": {"fsdp_config": {"activation_checkpointing": True}},
+        "offload": {"fsdp_config": {"cpu_offload": True}},
+        "best model": {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"},
+    }
+    for name, change in changes.items():
+        try:
+            _trainer(Path(folder), EXACT, **change).train()
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
 
 
 def own_loop() -> Any:
@@ -139,6 +187,40 @@ def noisy(folder: str, last: str = "4", **changes: Any) -> dict[str, Any]:
         "files": sorted(file.name for file in Path(folder, "out", "checkpoint-2").iterdir()),
         "logged": sorted({name for entry in trainer.state.log_history for name in entry}),
     }
+
+
+def models(folder: str) -> dict[str, Any]:
+    """The weights of other models, of LoRA, and with less memory, after training and in files."""
+    _fix_keys()
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
+    small = {"gradient_checkpointing": True, "bf16": True}
+    loaded_once = {"fsdp_config": {"cpu_ram_efficient_loading": True}} if jobs.SHARDED else {}
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "causal": (cases.causal_model(), {}),
+        "lora": (peft.get_peft_model(cases.classifier(), lora), {}),
+        "bf16": (cases.classifier(), small),
+        "loaded by one process": (cases.classifier(), loaded_once),
+    }
+    found = {}
+    for name, (model, changes) in kinds.items():
+        split = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2 // int(os.environ["WORLD_SIZE"])}
+        split |= {"fsdp": True} if jobs.SHARDED else {}
+        words = cases.PIECES if name == "causal" else cases.WORDS
+        data = [words(text) for text in cases.TEXTS[:12]] if name == "causal" else cases.labelled()[:12]
+        trainer = PrivateTrainer(
+            model=model,
+            args=cases.training_args(Path(folder, name), **{**split, **changes, "max_steps": 2}),
+            train_dataset=data,
+            data_collator=transformers.DataCollatorForLanguageModeling(words, mlm=False) if name == "causal" else None,
+            processing_class=words,
+            privacy=EXACT,
+        )
+        trainer.train()
+        trainer.save_model()
+        Processes.current().from_first(None)  # waits for the file
+        (file,) = Path(folder, name, "out").glob("*model.safetensors")
+        found[name] = {"weights": jobs.weights(trainer.model), "saved": safetensors.torch.load_file(file)}
+    return found
 
 
 def resumed(folder: str) -> Any:
