@@ -23,7 +23,8 @@ def alone(tmp_path_factory):
 def both(tmp_path_factory):
     exact, noisy = tmp_path_factory.mktemp("exact"), tmp_path_factory.mktemp("noisy")
     command = tmp_path_factory.mktemp("command")
-    return run_jobs(2, f"exact:{exact}", f"paused:{noisy}", "loop", f"command:{command}", module="trainer_jobs")
+    jobs = f"exact:{exact}", f"paused:{noisy}", f"ignored:{exact}", "loop", f"command:{command}"
+    return run_jobs(2, *jobs, module="trainer_jobs")
 
 
 def test_two_processes_train_as_one_does(alone, both):
@@ -133,6 +134,10 @@ def test_a_sharded_loop_under_accelerate(noisy_alone, sharded):
         ("best model", "load_best_model_at_end"),
     ],
 )
-def test_other_sharding_is_refused(sharded, what, message):
+def test_fsdp_settings_are_refused(sharded, what, message):
     for found in sharded[0]:
         assert message in found["refused"][what]
+
+
+def test_fsdp_is_refused_where_accelerate_ignores_it(both):
+    assert all("does not shard models on the CPU" in found["ignored"] for found in both)

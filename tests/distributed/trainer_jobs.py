@@ -15,6 +15,7 @@ import peft
 import safetensors.torch
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 
 import dpoptim
@@ -97,6 +98,7 @@ def loop() -> dict[str, Any]:
 
 def sharded_loop() -> dict[str, Any]:
     """A loop under Accelerate with FSDP2, a model that was not sharded, and checkpoints that must not be used."""
+    AcceleratorState._reset_state(True)  # that of the last trainer
     plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator, plan, found = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin), jobs.plan_of(), {}
     torch.manual_seed(5)
@@ -122,19 +124,26 @@ def sharded_loop() -> dict[str, Any]:
 
 def refused(folder: str) -> dict[str, str]:
     """What PrivateTrainer says to other FSDP settings."""
-    found = {}
     changes: dict[str, dict[str, Any]] = {
-        "FSDP1": {"fsdp_config": {"version": 1}},
+        "FSDP1": {"fsdp_config": {"version": 1, "sync_module_states": False}},
         "activation checkpointing": {"fsdp_config": {"activation_checkpointing": True}},
         "offload": {"fsdp_config": {"cpu_offload": True}},
         "best model": {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"},
     }
-    for name, change in changes.items():
-        try:
-            _trainer(Path(folder), EXACT, **change).train()
-        except (ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return {name: _refusal(Path(folder), **change) for name, change in changes.items()}
+
+
+def ignored(folder: str) -> str:
+    """What PrivateTrainer says if Accelerate ignores FSDP."""
+    return _refusal(Path(folder), fsdp=True)
+
+
+def _refusal(folder: Path, **changes: Any) -> str:
+    try:
+        _trainer(folder, EXACT, **changes)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
 
 
 def own_loop() -> Any:

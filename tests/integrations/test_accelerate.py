@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
@@ -91,6 +91,10 @@ def test_loaders_and_stock_optimizers_are_refused():
         ({"gradient_accumulation_steps": 4}, "micro_batch_size"),
         ({"scaler": object()}, "fp16"),
         ({"distributed_type": "DEEPSPEED"}, "a whole model in each process"),
+        ({"distributed_type": "TP"}, "distributed_type=TP"),
+        ({"distributed_type": "MEGATRON_LM"}, "distributed_type=MEGATRON_LM"),
+        ({"distributed_type": "FSDP"}, "fsdp_version=2"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "dp_shard alone"),
     ],
 )
 def test_unsupported_settings_are_refused(settings, message):

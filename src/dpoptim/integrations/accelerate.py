@@ -126,8 +126,11 @@ def check_accelerator(accelerator: Any) -> None:
             f"parallelism_config has {', '.join(config.active_mesh_dims)}: private training divides models by dp_shard "
             "alone. Leave it out."
         )
-    if uses_fsdp2(accelerator) and accelerator.state.fsdp_plugin.activation_checkpointing:
+    plugin = accelerator.state.fsdp_plugin if uses_fsdp2(accelerator) else None
+    if plugin is not None and plugin.activation_checkpointing:
         raise ValueError("activation_checkpointing of FSDP renames parameters. Use the model's gradient checkpointing.")
+    if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise ValueError("cpu_offload of FSDP keeps parameters on the CPU, where no noise is added. Leave it out.")
     if accelerator.scaler is not None:
         raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
 

@@ -21,7 +21,6 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("torch_compile", True, "torch_compile=True compiles"),
         ("_n_gpu", 2, "CUDA_VISIBLE_DEVICES"),
         ("deepspeed", {"stage": 2}, "deepspeed=.* a whole model"),
-        ("fsdp", "full_shard", "fsdp=.* a whole model"),
         ("use_liger_kernel", True, "use_liger_kernel"),
         ("train_sampling_strategy", "group_by_length", "changes how batches are drawn"),
         ("auto_find_batch_size", True, "auto_find_batch_size"),

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dpoptim.data.shards import is_sharded
 from dpoptim.integrations.accelerate import uses_fsdp2
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.named_settings import refuse_weak_delta
@@ -68,8 +69,10 @@ def check_subclass(kind: type, base: type) -> None:
             )
 
 
-def check_sharding(args: Any, accelerator: Any) -> None:
-    """Refuse FSDP where Accelerate ignores it, and save whole models if it is used."""
+def check_sharding(args: Any, accelerator: Any, model: Any) -> None:
+    """Refuse models that are sharded otherwise than by Accelerate, and save whole models if it shards them."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError("the model is sharded already. Pass a whole model and TrainingArguments(fsdp=True).")
     if not uses_fsdp2(accelerator):
         if args.fsdp:
             raise ValueError(f"fsdp={args.fsdp!r}: Accelerate does not shard models on the CPU. Leave it out.")

@@ -109,7 +109,7 @@ class PrivateTrainer(transformers.Trainer):
         )
         check_accelerator(self.accelerator)
         keep_models(self.accelerator)
-        check_sharding(self.args, self.accelerator)
+        check_sharding(self.args, self.accelerator, model)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
