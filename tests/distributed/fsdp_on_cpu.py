@@ -27,7 +27,7 @@ def allow_fsdp_on_cpu() -> None:
             fsdp_plugin.set_mixed_precision(self._mixed_precision)
         self.fsdp_plugin = fsdp_plugin
 
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+    AcceleratorState.__init__ = init
 
 
 if __name__ == "__main__":
