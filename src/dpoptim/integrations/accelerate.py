@@ -40,8 +40,8 @@ def prepare_accelerate(
         What `accelerator.prepare(model, optimizer, *others)` returns.
 
     Raises:
-        ValueError: A setting of the accelerator would change clipping or sampling, or it has FSDP2 and the model was not
-            sharded with `shard_for_accelerate`.
+        ValueError: A setting of the accelerator would change clipping or sampling, or it has FSDP2 and the model is not
+            sharded yet.
 
     Guarantee: `accelerator.backward` does not scale the loss, and every `optimizer.step()` reaches the optimizer.
     """
