@@ -130,7 +130,7 @@ def check_accelerator(accelerator: Any) -> None:
     if plugin is not None and plugin.activation_checkpointing:
         raise ValueError("activation_checkpointing of FSDP renames parameters. Use the model's gradient checkpointing.")
     if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
-        raise ValueError("cpu_offload of FSDP keeps parameters on the CPU, where no noise is added. Leave it out.")
+        raise ValueError("cpu_offload of FSDP is not supported: parameters must stay on the GPU. Leave it out.")
     if accelerator.scaler is not None:
         raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
 
