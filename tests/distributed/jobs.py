@@ -9,16 +9,20 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
 
 import dpoptim
-from dpoptim.data.processes import Processes
+from dpoptim.data import shards
+from dpoptim.data.processes import Processes, exchange
 from dpoptim.data.shards import own_part, whole_state
 from dpoptim.integrations.run_identity import run_header
 from dpoptim.privacy.step_ledger import RunHeader, StepLedger
@@ -73,10 +77,10 @@ def weights(model: nn.Module) -> Tensor:
 def train(model: nn.Module, optimizer: Any, loader: Any, steps: int, *, factor: float = 1.0) -> list[Tensor]:
     """Return what each step released."""
     released: list[Tensor] = []
-    shards = optimizer.mechanism.shards
+    divided = optimizer.mechanism.shards
 
     def observe(found: Any) -> None:
-        gradient = found.gradient if shards is None else shards.whole(found.gradient)
+        gradient = found.gradient if divided is None else divided.whole(found.gradient)
         released.append(torch.cat([part.flatten().clone() for part in gradient.values()]))
 
     optimizer.observers.append(observe)
@@ -322,6 +326,25 @@ def memory() -> dict[str, int]:
         "state": sum(own_part(t).nbytes for state in optimizer.state.values() for t in state.values()),
         "noise": optimizer.mechanism.noise_memory_bytes,
     }
+
+
+def sent() -> dict[str, float]:
+    """Elements that dpoptim exchanges in a micro-batch, relative to those of the model."""
+    model, optimizer, loader = started(plan_of())
+    found: Counter[str] = Counter()
+
+    def counting(collective: Any, *given: Any, **named: Any) -> None:
+        found[collective.__name__] += sum(
+            leaf.numel() for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)
+        )
+        exchange(collective, *given, **named)
+
+    x, y = next(iter(loader))
+    with mock.patch.object(shards, "exchange", counting):
+        losses_of(model, x, y).sum().backward()
+        optimizer.step()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return {name: elements / whole / (1 + 1 / Processes.current().count) for name, elements in found.items()}
 
 
 class Centered(nn.Module):

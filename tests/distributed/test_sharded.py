@@ -26,7 +26,7 @@ def alone(case):
 def results(case):
     """What each process finds, by job."""
     count, which = case
-    others = "small_shares", "one_record", "ledger", "tied", "memory", "mixing", "refused", "mistakes"
+    others = "small_shares", "one_record", "ledger", "tied", "memory", "sent", "mixing", "refused", "mistakes"
     return run_jobs(count, f"variants:{which}", "noise_alone", *others, sharded=True)
 
 
@@ -54,6 +54,12 @@ def test_each_process_holds_its_part_of_parameters_state_and_noise(results, alon
     for found in results:
         for what, whole in alone["memory"].items():
             assert found["memory"][what] <= 1.02 * whole / case[0], what
+
+
+def test_a_micro_batch_gathers_the_scale_and_adds_up_the_sums_once(results):
+    for found in results:
+        for collective in ("all_gather", "reduce_scatter"):  # of small parameters that are padded to equal rows
+            assert 1 <= found["sent"][collective] < 1.5
 
 
 def test_a_step_is_not_released_again_with_different_gradients(results):
