@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -62,3 +64,21 @@ def test_a_refused_batch_is_dropped():
         model(torch.randn(4, 3)).mean().backward()
     optimizer.step()
     assert released[0].abs().max() < 1e-6
+
+
+def test_the_look_at_the_graph_keeps_nothing_alive():
+    plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=2, noise_multiplier=1.0)
+    model = nn.Linear(3, 2)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
+
+    def run():
+        losses = model(torch.randn(4, 3)).sum(1)
+        losses.sum().backward()
+        return weakref.ref(losses)
+
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
+    optimizer.step()

@@ -35,7 +35,7 @@ from dpoptim.data.shards import Shards, fsdp_modules
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
-from dpoptim.validation.loss_reduction import is_averaging
+from dpoptim.validation.loss_reduction import AVERAGED, is_averaging
 from dpoptim.validation.model_check import BatchAxisError, CheckedLoss, LayerAxes, ModelCheck, refuse_scalars
 from dpoptim.validation.refused_layers import refuse_mixing
 
@@ -431,9 +431,7 @@ class Engine:
         batch.examples = examples
         if not self._may_average and examples > 1:
             if is_averaging():
-                self._refuse(
-                    "losses are averaged. Use losses.sum().backward(), or pass the optimizer loss_reduction='mean'"
-                )
+                self._refuse(AVERAGED)
             self._may_average = True  # looked at once
         gradients.add(factors)
 

@@ -18,19 +18,26 @@ _PASSED = ("Add", "Sub", "Neg", "Div", "ToCopy", "Squeeze", "View", "Reshape", "
 _MAX_NODES = 32
 
 
+AVERAGED = "losses are averaged. Use losses.sum().backward(), or pass the optimizer loss_reduction='mean'"
+
+
 def is_averaging() -> bool:
     """Return whether the running backward began at a mean over the batch.
 
     False if this cannot be seen: in `losses.sum() / len(losses)`, or if the mean is multiplied by something.
     """
-    for frame in sys._current_frames().values():  # on a GPU, this runs in a different thread than the caller's
-        found: FrameType | None = frame
-        while found is not None:
-            if found.f_code is torch.autograd.backward.__code__:
-                tensors = found.f_locals["tensors"]
-                return any(is_mean(loss) for loss in ([tensors] if isinstance(tensors, Tensor) else tensors))
-            found = found.f_back
-    return False
+    frames = list(sys._current_frames().values())  # on a GPU, this runs in a different thread than the caller's
+    frame: FrameType | None = None
+    try:
+        for frame in frames:
+            while frame is not None:
+                if frame.f_code is torch.autograd.backward.__code__:
+                    tensors = frame.f_locals["tensors"]
+                    return any(is_mean(loss) for loss in ([tensors] if isinstance(tensors, Tensor) else tensors))
+                frame = frame.f_back
+        return False
+    finally:
+        del frames, frame  # which refer to this one: a cycle would keep the tensors of all callers alive
 
 
 def is_mean(loss: Tensor) -> bool:
