@@ -143,7 +143,7 @@ class Shards:
         return min(shape[0], self._rows(name) * self.processes.rank) * shape[1:].numel()
 
     def _rows(self, name: str) -> int:
-        """How many rows a process holds; the last ones may hold fewer."""
+        """How many rows each process holds; the last ones may hold fewer."""
         return -(-self.shapes[name][0] // self.processes.count)
 
     def _own_rows(self, name: str) -> slice:

@@ -136,7 +136,7 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def keep_models(accelerator: Any) -> None:
-    """Let `accelerator.prepare` leave models as they are, because the optimizer adds up the gradients of processes.
+    """Let `accelerator.prepare` leave models unchanged, because the optimizer adds up the gradients of processes.
 
     Accelerate would save the optimizer of a sharded model without the state of the private run, so it is stopped.
     """
