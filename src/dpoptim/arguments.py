@@ -74,6 +74,18 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def check_delta(delta: object) -> None:
-    """Check that δ lies strictly between 0 and 1."""
-    check_number("delta", delta, above=0.0, below=1.0, hint="Use 1/num_examples or less.")
+def default_delta(num_examples: int) -> float:
+    """The largest power of ten up to 1/(10·n). δ must be well below 1/n, or one record could be published in full."""
+    return float(f"1e-{math.ceil(math.log10(10 * num_examples) - 1e-9)}")
+
+
+def check_delta(delta: float | None, num_examples: int | None = None, *, optional: bool = False) -> None:
+    """Check that δ lies strictly between 0 and 1, and is below 1/num_examples if that is given."""
+    if delta is None and optional:
+        return
+    check_number("delta", delta, above=0.0, below=1.0, hint="Use less than 1/num_examples.")
+    if num_examples is not None and float(delta or 0) >= 1 / num_examples:
+        raise ValueError(
+            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
+            f"such as {default_delta(num_examples):g}."
+        )

@@ -9,13 +9,11 @@ import dpoptim
 from dpoptim.app.recipes import recipe
 from dpoptim.integrations import named_settings
 from dpoptim.integrations.named_settings import (
-    default_delta,
     make_optimizer,
     name_of_noise,
     name_of_sampling,
     noise_of,
     noise_words,
-    refuse_weak_delta,
     release_of,
     sampling_of,
     steps_of,
@@ -52,9 +50,8 @@ def test_unknown_noise_is_refused(name):
         noise_of(name)
 
 
-def test_default_steps_and_delta():
+def test_default_steps():
     assert [steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)] == [157, 1, 15]
-    assert [default_delta(1000), default_delta(20_000)] == [1e-4, 1e-6]
 
 
 def test_sampling_follows_the_noise():
@@ -62,9 +59,3 @@ def test_sampling_follows_the_noise():
     assert sampling_of("cyclic", banded) == sampling_of("auto", banded) == dpoptim.CyclicPoisson(bands=8)
     assert sampling_of("auto", dpoptim.Independent()) == dpoptim.Poisson()
     assert sampling_of("auto", dpoptim.BufferedToeplitz(buffers=2)) == dpoptim.Shuffled()
-
-
-def test_weak_deltas_are_refused():
-    refuse_weak_delta(0.009, 100)
-    with pytest.raises(ValueError, match=r"delta=0\.01 is not below 1/100.* such as 0\.001"):
-        refuse_weak_delta(0.01, 100)

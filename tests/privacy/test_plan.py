@@ -288,6 +288,19 @@ def test_statement_without_a_guarantee_starts_with_not_private(plan):
     assert "Differentially private" not in plan.statement()
 
 
+def test_a_delta_that_allows_publishing_one_example_is_refused():
+    weak = 1 / make().num_examples
+    for state in (
+        lambda: make(noise_multiplier=1.0, delta=weak).statement(),
+        lambda: make(noise_multiplier=1.0).statement(delta=weak),
+        lambda: make().calibrate(epsilon=3.0, delta=weak),
+    ):
+        with pytest.raises(ValueError, match=r"is not below 1/.* such as"):
+            state()
+    make(noise_multiplier=1.0, delta=0.9 * weak).statement()
+    make(noise_multiplier=0.0, delta=weak).statement()  # says that it is not private
+
+
 def test_statement_needs_delta():
     with pytest.raises(ValueError, match="delta"):
         make(noise_multiplier=1.0).statement()

@@ -24,7 +24,6 @@ from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.kernels.norm_methods import Explanation
-from dpoptim.kernels.norms import wide_dtype
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
@@ -168,21 +167,13 @@ class ClippedSums:
             own = {name: batch.gradients.pop(name) for name in names if name in batch.gradients}
             for sums, squared in ((self._sums, False), (self._square_sums, True)):
                 if sums is not None:
-                    totals = {name: self._whole_sum(name, own.get(name), weights, squared=squared) for name in names}
-                    for name, total in shards.added_up(totals):
+                    totals = {name: _total(gradients, weights, squared=squared) for name, gradients in own.items()}
+                    for name, total in shards.added_up(names, totals, device=weights.device):
                         sums.add(name, total)
         if not self.skips_batch:
             self.examples += batch.examples
             self._outcomes.append(clipped.counts)
             self.norms.append(clipped.norms)
-
-    def _whole_sum(self, name: str, own: ParameterGradients | None, weights: Tensor, *, squared: bool) -> Tensor:
-        """Return Σ_j weights[j]·g_j, or the sum of squares, of a whole parameter; 0 if it took no part."""
-        assert self.shards is not None
-        part, dtype = self.parameters[name], wide_dtype(self.parameters[name].dtype)
-        if own is None:
-            return part.new_zeros(self.shards.shapes[name], dtype=dtype)
-        return (own.weighted_square_sum if squared else own.weighted_sum)(weights.to(own.precision)).to(dtype)
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
@@ -299,6 +290,11 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
         return total, None
     # Errors of the parameters add up as their gradients do. They may make a square negative, but not NaN.
     return total.clamp_(min=0), torch.linalg.vector_norm(torch.stack(min_trusted_norms), dim=0)
+
+
+def _total(own: ParameterGradients, weights: Tensor, *, squared: bool) -> Tensor:
+    """Return Σ_j weights[j]·g_j of a parameter, or the sum of the squares of the summands."""
+    return (own.weighted_square_sum if squared else own.weighted_sum)(weights.to(own.precision))
 
 
 def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
 from dpoptim.data.processes import Processes, exchange
+from dpoptim.kernels.norms import wide_dtype
 
 BUCKET_ELEMENTS = 1 << 24  # of parameters that travel together
 
@@ -41,10 +42,6 @@ def reshard(model: nn.Module) -> None:
     """Divide parameters that an evaluation left whole."""
     for group in fsdp_modules(model):
         group.reshard()  # type: ignore[operator]
-
-
-def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
 
 
 def own_part(tensor: Tensor, *, like: Tensor | None = None) -> Tensor:
@@ -101,6 +98,7 @@ class Shards:
 
     processes: Processes
     shapes: Mapping[str, torch.Size]  # of whole parameters
+    dtype: torch.dtype  # of sums
 
     @classmethod
     def of(cls, model: nn.Module, processes: Processes) -> Shards | None:
@@ -122,7 +120,9 @@ class Shards:
                 )
             if given.device.type != given.device_mesh.device_type:
                 raise ValueError(f"parameter '{name}' is offloaded to the CPU; call fully_shard without offload_policy")
-        return cls(processes, {name: parameter.shape for name, parameter in trained.items()})
+        dtypes = [wide_dtype(parameter.dtype) for parameter in trained.values()]
+        shapes = {name: parameter.shape for name, parameter in trained.items()}
+        return cls(processes, shapes, functools.reduce(torch.promote_types, dtypes))
 
     @cached_property
     def buckets(self) -> list[list[str]]:
@@ -154,25 +154,26 @@ class Shards:
         """The shape of a parameter as a matrix with a row for each process."""
         return self.processes.count, self._rows(name) * self.shapes[name][1:].numel()
 
-    def added_up(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this process's rows of the sums of whole tensors over all processes, by name."""
-        first, dtype = next(iter(values.values())), _common_dtype(values)
-        widths = [self._padded(name)[1] for name in values]
-        packed = first.new_zeros(self.processes.count, sum(widths), dtype=dtype)
-        for (name, value), place in zip(values.items(), packed.split(widths, 1), strict=True):
-            rows = self._rows(name)
-            for process, part in enumerate(value.split(rows)):
-                place[process, : part.numel()] = part.reshape(-1)
+    def added_up(
+        self, names: list[str], values: Mapping[str, Tensor], *, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield this process's rows of the sums of whole tensors over all processes; a missing value is 0."""
+        widths = [self._padded(name)[1] for name in names]
+        packed = torch.zeros(self.processes.count, sum(widths), dtype=self.dtype, device=device)
+        for name, place in zip(names, packed.split(widths, 1), strict=True):
+            if name in values:
+                for process, part in enumerate(values[name].split(self._rows(name))):
+                    place[process, : part.numel()] = part.reshape(-1)
         own = packed.new_empty(packed.shape[1])
         exchange(distributed.reduce_scatter, own, list(packed))
-        for name, part in zip(values, own.split(widths), strict=True):
+        for name, part in zip(names, own.split(widths), strict=True):
             yield name, self._cut(name, part, self._own_rows(name))
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors from the rows that each process holds."""
         first = next(iter(parts.values()))
         widths = [self._padded(name)[1] for name in parts]
-        packed = first.new_zeros(sum(widths), dtype=_common_dtype(parts))
+        packed = first.new_zeros(sum(widths), dtype=torch.promote_types(first.dtype, self.dtype))
         for part, place in zip(parts.values(), packed.split(widths), strict=True):
             place[: part.numel()] = part.reshape(-1)
         gathered = packed.new_empty(self.processes.count, len(packed))

@@ -204,20 +204,6 @@ def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
     return max(1, math.ceil(epochs * num_examples / batch_size - 1e-9))
 
 
-def default_delta(num_examples: int) -> float:
-    """The largest power of ten up to 1/(10·n). δ must be well below 1/n, or one record could be published in full."""
-    return float(f"1e-{math.ceil(math.log10(10 * num_examples) - 1e-9)}")
-
-
-def refuse_weak_delta(delta: float, num_examples: int) -> None:
-    """Refuse a δ of 1/n or more, which would allow publishing one record in full."""
-    if delta >= 1 / num_examples:
-        raise ValueError(
-            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
-            f"such as {default_delta(num_examples):g}."
-        )
-
-
 def _usage(kind: str) -> str:
     argument = _NOISE[kind][1]
     return kind if argument is None else f"{kind}:{argument.upper()}"

@@ -77,8 +77,7 @@ class PrivacyPlan:
             check_number("noise_multiplier", self.noise_multiplier, low=0.0)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
             raise ValueError("clip_norm=inf bounds nothing. Use a finite clip_norm, or noise_multiplier=0 to debug.")
-        if self.delta is not None:
-            check_delta(self.delta)
+        check_delta(self.delta, optional=True)
         if self.allow_mixing is not None and not (isinstance(self.allow_mixing, str) and self.allow_mixing.strip()):
             raise ValueError(f"allow_mixing must be a reason in words, or None, got {self.allow_mixing!r}")
         if not isinstance(self.adjacency, Adjacency):
@@ -224,7 +223,7 @@ class PrivacyPlan:
         Guarantee: the new plan's ε is within 1e-4 of `epsilon` and never above it.
         """
         check_number("epsilon", epsilon, above=0.0, infinity=True)
-        check_delta(delta)
+        check_delta(delta, self.num_examples)
         if isinstance(self.release, NoiselessSquare):
             raise ValueError(
                 "release=NoiselessSquare() is not private at any noise multiplier. For a baseline, calibrate with "

@@ -7,6 +7,7 @@ import textwrap
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING
 
+from dpoptim.arguments import check_delta
 from dpoptim.privacy import accounting, release_types
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
 from dpoptim.privacy.release_types import IndependentMoments, JointMoments, NoiselessSquare
@@ -50,6 +51,7 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
     NOT PRIVATE: epsilon = inf (noise_multiplier is 0)
     """
     delta = plan.delta if delta is None else delta
+    check_delta(delta, plan.num_examples if plan.is_private else None, optional=True)
     answer = {
         "Protected": "one example (one index of the dataset)",
         "Neighbours": plan.adjacency.describe(),

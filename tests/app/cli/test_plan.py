@@ -94,9 +94,9 @@ def test_add_remove_allows_only_independent_noise(capsys):
     assert [row["name"] for row in found["mechanisms"]] == ["Independent()"]
 
 
-def test_weak_delta_prints_a_note(capsys):
-    assert main([*SMALL, "--delta", "0.01", "--json"]) == 0
-    assert "above 1/num-examples" in capsys.readouterr().err
+def test_a_weak_delta_is_refused(capsys):
+    assert main([*SMALL, "--delta", "0.01", "--json"]) == 2
+    assert "delta=0.01 is not below 1/" in capsys.readouterr().err
 
 
 def test_tight_memory_budget_is_explained(capsys):

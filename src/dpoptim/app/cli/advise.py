@@ -33,7 +33,7 @@ from rich.text import Text
 from dpoptim.app import Recipe, load_model, prepare, read_records
 from dpoptim.app.cli import options as shared
 from dpoptim.app.cli.options import count, fields
-from dpoptim.app.cli.plan import LEGEND, headline, mechanism_row, mechanism_values, note_weak_delta, plan_line
+from dpoptim.app.cli.plan import LEGEND, headline, mechanism_row, mechanism_values, plan_line
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.plot_style import new_figure
 from dpoptim.app.progress import ProgressReporter
@@ -111,7 +111,6 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**as_json(advice, counted=counted), "train": train}, indent=2, allow_nan=False))
     else:
         _print_advice(advice, options, train=train, counted=counted)
-    note_weak_delta(options)
     shared.draw(options, lambda: draw_advice(advice))
     return 0
 

@@ -91,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(choice, options), indent=2))
     else:
         _print_choice(choice, options)
-    note_weak_delta(options)
     shared.draw(options, lambda: draw_plan(choice))
     return 0
 
@@ -245,13 +244,6 @@ def plan_line(plan: PrivacyPlan, options: argparse.Namespace) -> str:
         f"PrivacyPlan(..., {clip_norm}{adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
         f".calibrate(epsilon={options.epsilon!r}, delta={options.delta!r})"
     )
-
-
-def note_weak_delta(options: argparse.Namespace) -> None:
-    """Warn if delta allows publishing a whole example."""
-    if options.delta > 1 / options.num_examples:
-        weak = f"it is above 1/num-examples, {1 / options.num_examples:.2g}"
-        shared.say(f"note: delta = {options.delta:g} is weak: {weak}")
 
 
 def draw_plan(choice: Choice) -> Any:

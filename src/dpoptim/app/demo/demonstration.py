@@ -24,8 +24,8 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.report.page import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
+from dpoptim.arguments import check_delta
 from dpoptim.data.processes import check_alone
-from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.integrations.optional import require
 from dpoptim.privacy.statement import format_epsilon
 
@@ -69,7 +69,7 @@ def main(*, json_wanted: bool, quick: bool, console: Console, keep: str | None =
     progress = ProgressReporter(console, brief=True)
     progress.message(f"a demonstration, because no model or data is given: reading {' and '.join(LIBRARIES)} ...")
     private, test = read_texts(size)
-    refuse_weak_delta(settings["delta"], len(private))
+    check_delta(settings["delta"], len(private))
     folder.mkdir(parents=True)
     for name, texts in (("private", private), ("test", test)):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
+from dpoptim.arguments import check_delta, default_delta
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
-    default_delta,
     make_optimizer,
     make_plan,
-    refuse_weak_delta,
     steps_of,
 )
 from dpoptim.noise import NoiseKey
@@ -47,7 +46,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     if num_examples < FEWEST:
         raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
-        refuse_weak_delta(recipe.delta, num_examples)
+        check_delta(recipe.delta, num_examples)
     # Large batches reduce noise, and an epoch should have eight or more.
     batch_size = recipe.batch_size or min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
     steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)

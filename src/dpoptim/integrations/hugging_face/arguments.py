@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from dpoptim.arguments import check_at_most, check_choice
+from dpoptim.arguments import check_at_most, check_choice, check_delta, default_delta
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
     VARIANTS,
-    default_delta,
     make_optimizer,
     make_plan,
-    refuse_weak_delta,
     release_of,
     steps_of,
 )
@@ -106,7 +104,7 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         clip_norm = CLIP_NORM if args.max_grad_norm == STOCK_GRAD_NORM else float(args.max_grad_norm)
     delta = default_delta(size) if privacy.delta is None else privacy.delta
     if privacy.noise_multiplier != 0:
-        refuse_weak_delta(delta, size)
+        check_delta(delta, size)
     return make_plan(
         num_examples=size,
         batch_size=batch_size,

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dpoptim.arguments import check_delta
 from dpoptim.data.shards import is_sharded
 from dpoptim.integrations.accelerate import uses_fsdp2
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
-from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan
 
@@ -101,8 +101,7 @@ def check_call(
             raise ValueError("plan has no noise_multiplier. Pass PrivacyPlan(...).calibrate(epsilon=..., delta=...).")
         if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
             raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
-        if plan.delta is not None and plan.is_private:
-            refuse_weak_delta(plan.delta, plan.num_examples)
+        check_delta(plan.delta, plan.num_examples if plan.is_private else None, optional=True)
         if args.max_steps not in (-1, plan.steps):
             raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")
     for option, why in _TRAINER_OPTIONS.items():
