@@ -381,14 +381,15 @@ def refused() -> dict[str, str]:
 
 
 class Bypassed(nn.Module):
-    """A layer's weight is used, but the layer itself never runs."""
+    """A layer's weight is used, but the layer itself does not run (unless it is `called`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.unused = nn.Linear(3, 3), nn.Linear(3, 2, bias=False)
+        self.first, self.unused, self.called = nn.Linear(3, 3), nn.Linear(3, 2, bias=False), False
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.first(x), self.unused.weight)
+        first = self.first(x)
+        return self.unused(first) if self.called else nn.functional.linear(first, self.unused.weight)
 
 
 class Scaled(nn.Module):
@@ -420,8 +421,11 @@ def mistakes() -> dict[str, str]:
     """What happens to sharded models in unusual loops."""
     makers = {"bypassed": Bypassed, "counting": Counting, "replaced": Scaled, "generic alone": Scaled}
     found = {}
+    makers |= {"checked before": Bypassed, "unfrozen": Scaled, "late": Scaled}
     for what, make in {**makers, "generic inside": Scaled, "evaluated first": Scaled}.items():
         model: Any = nn.Sequential(make())
+        if what == "unfrozen":
+            model[0].factor.requires_grad_(False)
         Processes.current()
         if what == "generic alone":
             fully_shard(model[0])
@@ -435,6 +439,17 @@ def mistakes() -> dict[str, str]:
             optimizer = dpoptim.dp_sgd(model, plan, 1e-2, key=KEY, run_id="a")
             if what == "replaced":
                 model[0] = Scaled()
+            if what == "late":
+                model.register_parameter("late", nn.Parameter(torch.ones(2)))
+            if what in ("unfrozen", "checked before"):
+                model[0].called = True
+                with torch.no_grad():
+                    model(torch.zeros(1, 3))
+                if what == "checked before":
+                    x, y = (torch.stack(part) for part in zip(*records(4), strict=True))
+                    dpoptim.check_example_independence(model, lambda own, given: losses_of(own, *given), (x, y))
+                model[0].called = False
+                model.requires_grad_(True)
             train(model, optimizer, loader, 3)
             found[what] = "released"
         except ValueError as error:

@@ -31,7 +31,7 @@ from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.parameter_gradients import ParameterGradients
-from dpoptim.data.shards import Shards, fsdp_modules
+from dpoptim.data.shards import Places, Shards, fsdp_modules
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
@@ -43,6 +43,7 @@ _ENGINE = "_dpoptim_engine"
 _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on every small module would cost time
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
+_public_contexts: list[object] = []  # of all threads
 _losses_checked: weakref.WeakKeyDictionary[nn.Module, CheckedLoss] = weakref.WeakKeyDictionary()
 """Models whose loss has passed a check, which engines read in `attach`."""
 
@@ -53,10 +54,12 @@ def public_data() -> Iterator[None]:
 
     Gradients taken in this context are neither clipped nor noised, and no guarantee covers them.
     """
-    token = _public.set(True)
+    token, own = _public.set(True), object()
+    _public_contexts.append(own)
     try:
         yield
     finally:
+        _public_contexts.remove(own)
         _public.reset(token)
 
 
@@ -141,9 +144,10 @@ class Engine:
         self.runs_plain = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
-        self._guarded: list[nn.Parameter] = []  # held, so that no other tensor gets their ids
+        # Held, so that no other tensor gets their ids: the parameters, and whole ones that FSDP puts in their place.
+        self._guarded = [(p, self.names[id(p)]) for _, p in self._all_parameters if id(p) in self.names]
         self.layers: dict[nn.Module, Layer] = {}
-        self._places = [] if shards is None else shards.places_of(model)
+        self._places = None if shards is None else Places(model, shards.shapes)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (type(None), ())  # copies and pickles of the model (averaged weights, a checkpoint) have no engine
@@ -167,9 +171,8 @@ class Engine:
         self._handles, self.layers = handles, layers
         self.model.__dict__[_ENGINE] = self
         self._take_forwards()
-        for parameter in self.model.parameters():
-            if id(parameter) in self.names:
-                self._guard(parameter, self.names[id(parameter)])
+        for parameter, name in self._guarded:
+            self._guard(parameter, name)
         if self.shards is not None:
             guard_whole = _Hooks(self).guard_whole
             self._handles += [group.register_forward_pre_hook(guard_whole) for group in fsdp_modules(self.model)]
@@ -272,20 +275,19 @@ class Engine:
 
     def guard_whole_parameters(self) -> None:
         """Name and guard the whole parameters that FSDP has put in place of sharded ones, whether used or not."""
-        for name, owner, attribute in self._places:
-            parameter = owner._parameters[attribute]
-            if isinstance(parameter, nn.Parameter) and id(parameter) not in self.names:
+        for parameter, name in self._places.whole(check=self.recording) if self._places is not None else ():
+            if id(parameter) not in self.names:
                 self.names[id(parameter)] = name
+                self._guarded.append((parameter, name))
                 self._guard(parameter, name)
 
     def _guard(self, parameter: nn.Parameter, name: str) -> None:
-        self._guarded.append(parameter)
         self._handles.append(parameter.register_hook(partial(self._refuse_unseen_gradient, name)))
 
     def _was_replaced(self) -> bool:
         """Return whether the model has new parameters or, if FSDP replaces them itself, new modules."""
-        if self.shards is not None:
-            return list(map(id, self.model.modules())) != list(map(id, self._modules))
+        if self._places is not None:
+            return self._places.have_changed(self.model)
         return list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]
 
     def _check_call(self, module: nn.Module, arguments: Arguments) -> None:
@@ -460,7 +462,7 @@ class Engine:
 
     def _refuse_unseen_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Refuse a gradient that reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
-        if gradient is not None and not _public.get():
+        if gradient is not None and not _public.get() and not _public_contexts:  # a GPU's backward has its own thread
             self._refuse(
                 f"parameter '{name}' was used outside the layer that owns it, as in F.linear(x, layer.weight). Call "
                 "the layer itself or freeze the parameter; public data goes inside `with dpoptim.public_data():`"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine, UncheckedLossError, public_data
 from dpoptim.data.processes import Processes
-from dpoptim.data.shards import Shards, is_sharded
+from dpoptim.data.shards import Shards, averaged_gradients, is_sharded, reshard
 from dpoptim.kernels.norms import wide
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -144,17 +144,15 @@ class PublicGradients:
         self._batches = itertools.cycle(batches)
 
     def __call__(self) -> dict[str, Tensor]:
+        reshard(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError("batches is empty; pass at least one public batch")
         with public_data(), torch.enable_grad():
             loss = self.loss_fn(self.model, batch).mean()
-            if any(map(is_sharded, named.values())):  # FSDP averages the gradients of all processes
-                self.model.zero_grad()
-                loss.backward()
-                gradients = tuple(parameter.grad for parameter in named.values())
-                self.model.zero_grad()
+            if any(map(is_sharded, named.values())):
+                gradients = averaged_gradients(loss, list(named.values()))
             else:
                 gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return {

@@ -258,6 +258,8 @@ class PrivateMechanism:
                 f"key and run_id, and start_step={self.step}"
             )
         self._sums.skips_batch = ticket.is_placeholder
+        if ticket.is_placeholder and self.shards is not None and not self._sums.engine.batch.is_open:
+            self._refuse_batch("a batch was not differentiated, and other processes wait. Run one backward per batch")
         if ticket.is_placeholder and self.shards is None:
             if ticket.opens_batch:
                 self._drop(everything=True)

@@ -300,7 +300,7 @@ def private_loader(
     if processes.count > 1:
         records = fingerprint_in_memory(dataset, loader.key) or fingerprint_few(dataset, loader.key)
         own = {"the plan": plan.to_dict(), "the dataset": records, "the size or key of the loader": loader.state_dict()}
-        processes.agree(own)
+        processes.agree({**own, "the size of micro-batches": [micro_batch_size, micro_batch_tokens, bucket]})
     return loader
 
 

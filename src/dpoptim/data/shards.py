@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -190,16 +190,6 @@ class Shards:
         count = max(0, min(rows.stop, shape[0]) - rows.start)
         return flat[: count * shape[1:].numel()].view(count, *shape[1:])
 
-    def places_of(self, model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-        """Return where each trained parameter is, as (name, module, attribute); tied ones are in several places."""
-        names = {id(parameter): name for name, parameter in model.named_parameters() if name in self.shapes}
-        return [
-            (names[id(parameter)], module, attribute)
-            for module in model.modules()
-            for attribute, parameter in module._parameters.items()
-            if id(parameter) in names
-        ]
-
     def calls_to_check(self, own: Any, needs_check: Callable[[], bool], *, device: torch.device) -> Iterator[Any]:
         """Yield calls of the model that all processes must check together, because layers wait for all processes.
 
@@ -216,3 +206,52 @@ class Shards:
             held = [pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)]
             exchange(distributed.broadcast_object_list, held, src=source)
             yield pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), held[0])
+
+
+def averaged_gradients(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
+    """Differentiate a loss of public data: FSDP averages the gradients of all processes. None remains in `.grad`."""
+    for parameter in parameters:
+        parameter.grad = None
+    loss.backward()
+    gradients = tuple(parameter.grad for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+class Places:
+    """Where the parameters of a sharded model are; tied ones are in several places."""
+
+    def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._trained = trained
+        self._found = [(names[id(parameter)], module, key) for module, key, parameter in _parameters_of(model)]
+        self._sharded = [id(parameter) for _, _, parameter in _parameters_of(model)]
+
+    def whole(self, *, check: bool) -> Iterator[tuple[nn.Parameter, str]]:
+        """Yield trained parameters that FSDP holds whole, with their names; `check` refuses what was (un)frozen."""
+        for name, module, key in self._found:
+            parameter = module._parameters.get(key)
+            if not isinstance(parameter, nn.Parameter) or is_sharded(parameter):
+                continue
+            if check and parameter.requires_grad != (name in self._trained):
+                raise ValueError(
+                    f"parameter '{name}' was frozen or unfrozen after the optimizer was created; create it last"
+                )
+            if name in self._trained:
+                yield parameter, name
+
+    def have_changed(self, model: nn.Module) -> bool:
+        """Return whether the model has other modules or parameters; FSDP itself exchanges sharded and whole ones."""
+        now = list(_parameters_of(model))
+        if [(module, key) for module, key, _ in now] != [(module, key) for _, module, key in self._found]:
+            return True
+        are_sharded = all(is_sharded(parameter) for *_, parameter in now)
+        return are_sharded and [id(parameter) for *_, parameter in now] != self._sharded
+
+
+def _parameters_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, key, parameter

@@ -96,6 +96,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' "
                 "(losses.mean().backward())"
             )
+        self._model = model
         reshard(model)
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
@@ -187,6 +188,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
     def _release_and_update(self) -> None:
+        if self.mechanism.shards is not None:
+            reshard(self._model)  # otherwise FSDP would go on with whole parameters from before the update
         released = self.mechanism.privatize()
         for observer in self.observers:
             observer(released)
