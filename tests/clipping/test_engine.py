@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast
 
@@ -421,6 +422,17 @@ class TestCopies:
         keys = list(model.state_dict())
         attached(model)
         assert list(model.state_dict()) == keys
+
+    def test_public_gradients_may_arrive_in_a_different_thread(self, mlp, x):
+        """As on a GPU, where the context of the caller is not that of the backward."""
+        ClippedSums(mlp, clip_norm=1.0).engine.attach()
+        with public_data():
+            loss = squares(mlp, x).sum()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(loss.backward).result()
+        assert all(parameter.grad is not None for parameter in mlp.parameters())
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="outside the layer"):
+            pool.submit(F.linear(x, next(mlp.parameters())).sum().backward).result()
 
     def test_public_data_has_ordinary_gradients(self, mlp, x):
         sums = attached(mlp)
