@@ -153,6 +153,17 @@ def small_shares() -> dict[str, Any]:
     return found
 
 
+def evaluated() -> dict[str, Tensor]:
+    """The weights after steps with an evaluation between backward and step, which leaves parameters of FSDP whole."""
+    model, optimizer, loader = started(plan_of(steps=4))
+    for x, y in loader:
+        losses_of(model, x, y).sum().backward()
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+    return {"weights": weights(model)}
+
+
 def defaults() -> dict[str, Any]:
     """Keys and run_ids of their own, and dropout."""
     model = nn.Sequential(model_of(), nn.Dropout(0.5))
