@@ -404,7 +404,7 @@ class Bypassed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A module without a rule of its own."""
+    """A module that needs the generic rule."""
 
     def __init__(self) -> None:
         super().__init__()

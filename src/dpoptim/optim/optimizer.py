@@ -189,7 +189,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _release_and_update(self) -> None:
         if self.mechanism.shards is not None:
-            reshard(self._model)  # otherwise FSDP would go on with whole parameters from before the update
+            reshard(self._model)  # otherwise FSDP would keep using whole parameters from before the update
         released = self.mechanism.privatize()
         for observer in self.observers:
             observer(released)
