@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,3 +191,25 @@ def test_kernels_run_only_on_the_current_device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7)
     assert not choose.on_gpu(there)
     assert not choose.available("cuda:0")
+
+
+@pytest.mark.parametrize("make", [dpoptim.side_information, partial(dpoptim.adadps, renew_every=2)])
+def test_public_gradients_equal_those_on_the_cpu(make):
+    """On a GPU, backward runs in a different thread, which must also know that the data is public."""
+    plan = dpoptim.PrivacyPlan(num_examples=64, batch_size=8, steps=20, clip_norm=1.0, noise_multiplier=0.5)
+    key, ends = dpoptim.NoiseKey.from_bytes(bytes(32)), []
+    rows, public = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double().to(device)
+
+        def losses(model, batch):
+            return model(batch).square().sum(1)
+
+        gradients = dpoptim.PublicGradients(model, losses, [public.to(device)])
+        optimizer = make(model, plan, 0.1, public_gradients=gradients, key=key, run_id="run", external_batches=True)
+        for _ in range(3):
+            losses(model, rows.to(device)).sum().backward()
+            optimizer.step()
+        ends.append(torch.cat([p.detach().flatten().cpu() for p in model.parameters()]))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
