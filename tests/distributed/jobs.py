@@ -220,15 +220,26 @@ def _differ_in(what: str) -> None:
     optimizer.mechanism.privatize()
 
 
-def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
-    """Continue the run in `file` until a step, and save it there; process 0 writes."""
-    plan = plan_of("BandMF")
-    model, optimizer, loader = started(plan)
+def load(file: str | Path, model: nn.Module, optimizer: Any, loader: Any) -> None:
     if Path(file).exists():
         state = torch.load(file, weights_only=False)
         set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict=True))
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
+
+
+def state_of(model: nn.Module, optimizer: Any, loader: Any) -> Any:
+    """Return whole tensors; all processes take part."""
+    return whole_state(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+    )
+
+
+def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
+    """Continue the run in `file` until a step, and save it there; process 0 writes."""
+    plan = plan_of("BandMF")
+    model, optimizer, loader = started(plan)
+    load(file, model, optimizer, loader)
     if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
         step = optimizer.mechanism.step or None
         book = StepLedger.open(f"{file}.steps", run_header(optimizer, settings={}, data=None), step=step)
@@ -237,8 +248,7 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
         train(model, optimizer, loader, int(until))
     except ValueError as error:
         return str(error)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
-    state = whole_state(state)
+    state = state_of(model, optimizer, loader)
     if int(os.environ["RANK"]) == 0:
         torch.save(state, file)
     return weights(model)
@@ -521,10 +531,7 @@ def disturbed(folder: str, what: str = "nothing", seconds: str = "") -> Tensor:
     rank, file = int(os.environ["RANK"]), Path(folder, "run.pt")
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     model, optimizer, loader = started(plan_of("BandMF"))
-    if file.exists():
-        state = torch.load(file, weights_only=False)
-        for part, owner in {"model": model, "optimizer": optimizer, "loader": loader}.items():
-            owner.load_state_dict(state[part])
+    load(file, model, optimizer, loader)
     if rank == 0:
         header = run_header(optimizer, settings={}, data=None)
         book = StepLedger.open(Path(folder, "ledger"), header, step=optimizer.mechanism.step or None)
@@ -537,8 +544,8 @@ def disturbed(folder: str, what: str = "nothing", seconds: str = "") -> Tensor:
         optimizer.step()
         if rank == 0 and optimizer.mechanism.step == 3 and fails_unsaved:
             fail(what, folder)
+        state = state_of(model, optimizer, loader)
         if rank == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
             torch.save(state, file.with_suffix(".new"))
             file.with_suffix(".new").replace(file)
     return weights(model)

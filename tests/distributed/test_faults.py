@@ -19,11 +19,12 @@ TIMEOUT = 5  # seconds, where one is set: how long a process waits for the other
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights and the ledger of a run without faults."""
+def undisturbed(request, tmp_path_factory):
+    """The weights and the ledger of a run without faults, and whether its model is sharded."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    found = run_jobs(2, f"disturbed:{folder}")
-    return found[0]["disturbed"], (folder / "ledger").read_bytes()
+    sharded = request.param == "sharded"
+    found = run_jobs(2, f"disturbed:{folder}", sharded=sharded)
+    return found[0]["disturbed"], (folder / "ledger").read_bytes(), sharded
 
 
 def seconds_since_fault(folder: Path) -> float:
@@ -38,10 +39,19 @@ def is_running(process: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("what", ["raises", "is killed", "hangs", "is killed before it saves"])
+@pytest.mark.parametrize(
+    ("undisturbed", "what"),
+    [
+        *(("whole", what) for what in ("raises", "is killed", "hangs", "is killed before it saves")),
+        *(("sharded", what) for what in ("hangs", "is killed before it saves")),
+    ],
+    indirect=["undisturbed"],
+)
 def test_a_fault_ends_all_processes_and_the_run_resumes(tmp_path, undisturbed, what):
     seconds = str(TIMEOUT) if what == "hangs" else ""
-    done = torchrun("-m", "tests.distributed.jobs", str(tmp_path), f"disturbed:{tmp_path}:{what}:{seconds}")
+    final, ledger, sharded = undisturbed
+    job = f"disturbed:{tmp_path}:{what}:{seconds}"
+    done = torchrun("-m", "tests.distributed.jobs", str(tmp_path), job, SHARDED="yes" if sharded else "")
     assert seconds_since_fault(tmp_path) < GRACE + (TIMEOUT if what == "hangs" else 0)
     assert done.returncode != 0
     assert not any(is_running(int((tmp_path / f"{rank}.pid").read_text())) for rank in range(2))
@@ -50,11 +60,10 @@ def test_a_fault_ends_all_processes_and_the_run_resumes(tmp_path, undisturbed, w
         assert "another process failed or did not answer in time" in done.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=False)["loader"]["next_step"] == 2
 
-    final, ledger = undisturbed
     released = (tmp_path / "ledger").read_bytes()
     assert ledger.startswith(released)
     assert released.count(b"\n") - 1 == (3 if what == "is killed before it saves" else 2)
-    for found in run_jobs(2, f"disturbed:{tmp_path}"):
+    for found in run_jobs(2, f"disturbed:{tmp_path}", sharded=sharded):
         assert torch.equal(found["disturbed"], final)
     assert (tmp_path / "ledger").read_bytes() == ledger  # each step has one content
 
