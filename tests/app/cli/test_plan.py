@@ -70,6 +70,7 @@ def test_cost_per_gpu(capsys):
     assert "Each of 4 GPUs" in text
     assert "sends 6 GB per step" in text
     assert "sends 9 GB per micro-batch" in text
+    assert "sends nothing per step" in printed(capsys, [*SMALL, "--gpus", "1"])
     assert main([*SMALL, "--gpus", "0"]) == 2
     assert "gpus" in capsys.readouterr().err
 

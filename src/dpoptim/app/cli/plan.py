@@ -158,7 +158,7 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     if options.gpus is not None:
         print(f"\nEach of {options.gpus:,} GPUs, with bf16 weights, scale-then-privatize and {choice.chosen.name}:")
         for name, numbers in costs_per_gpu(choice.chosen, options.gpus).items():
-            cost = {what: format_bytes(number) for what, number in numbers.items()}
+            cost = {what: format_bytes(number) if number else "nothing" for what, number in numbers.items()}
             print(
                 f"  {name:8} {cost['memory']}: weights {cost['weights']}, optimizer {cost['optimizer']}, clipped sums "
                 f"{cost['sums']}, past noise {cost['noise']}\n           sends {cost['sent']} per "
