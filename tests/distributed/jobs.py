@@ -391,14 +391,21 @@ def mixing() -> str:
 
 
 def refused() -> dict[str, str]:
-    """Shard a part of the model only."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    """Shard a part of the model only, and clip the gradients of a sharded model without an optimizer."""
+    model, layer = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Linear(3, 1)
     sharded(model[0])
-    try:
-        dpoptim.dp_sgd(model, plan_of(), 1e-2)
-    except ValueError as error:
-        return {"some parameters": str(error)}
-    return {"some parameters": "no error"}
+    sharded(layer)
+    calls = {
+        "some parameters": lambda: dpoptim.dp_sgd(model, plan_of(), 1e-2),
+        "clipped_sum": lambda: dpoptim.clipping.clipped_sum(layer, lambda m, x: m(x)[:, 0], torch.ones(2, 3)),
+    }
+    found = dict.fromkeys(calls, "no error")
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 class Bypassed(nn.Module):

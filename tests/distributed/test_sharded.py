@@ -88,6 +88,7 @@ def test_mixing_is_refused_in_all_processes(results):
 def test_other_ways_of_sharding_are_refused(results):
     for found in results:
         assert "not divided by rows" in found["refused"]["some parameters"]
+        assert "clipped_sum needs a whole model" in found["refused"]["clipped_sum"]
 
 
 @pytest.mark.parametrize(

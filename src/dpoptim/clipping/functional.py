@@ -39,6 +39,8 @@ def clipped_sum(
     >>> sums["weight"]           # (3, 4)/5 + (0.3, 0.4)
     tensor([[0.9000, 1.2000]])
     """
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError("clipped_sum needs a whole model. Call it before fully_shard")
     sums = ClippedSums(model, clip_norm=clip_norm)
     if scale is not None:
         for name, parameter in sums.parameters.items():
@@ -97,8 +99,7 @@ def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> 
     """
     engine = Engine(model, lambda _: None, shards=Shards.of(model, Processes.current()))
     with _attached(engine):
-        losses = partial(_losses, model, loss_fn)
-        found = engine.check_losses(losses, batch, lasting=True)
+        found = engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=True)
     if found is None:
         raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
     return found.factor_bytes
@@ -146,8 +147,7 @@ class PublicGradients:
     def __call__(self) -> dict[str, Tensor]:
         reshard(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        batch = next(self._batches, None)
-        if batch is None:
+        if (batch := next(self._batches, None)) is None:
             raise ValueError("batches is empty; pass at least one public batch")
         with public_data(), torch.enable_grad():
             loss = self.loss_fn(self.model, batch).mean()
