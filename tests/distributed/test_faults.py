@@ -57,7 +57,7 @@ def test_a_fault_ends_all_processes_and_the_run_resumes(tmp_path, undisturbed, w
     assert not any(is_running(int((tmp_path / f"{rank}.pid").read_text())) for rank in range(2))
     assert ("process 1 has no memory left" in done.stderr) == (what == "raises")
     if what == "hangs":  # otherwise torchrun may end the others before they print
-        assert "another process failed or did not answer in time" in done.stderr
+        assert "another process failed, ended or did not answer in time" in done.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=False)["loader"]["next_step"] == 2
 
     released = (tmp_path / "ledger").read_bytes()

@@ -116,9 +116,9 @@ def test_a_run_continues_with_fewer_processes(tmp_path):
 def test_a_changed_number_of_processes_needs_a_ledger(tmp_path):
     run_jobs(2, f"resume:{tmp_path / 'run.pt'}:7:no")
     (found,) = run_jobs(1, f"resume:{tmp_path / 'run.pt'}:14:no")
-    assert "needs the run's step ledger" in found["resume"]
+    assert "Expected processes=2, got 1. To change them, use the run's step ledger" in found["resume"]
     (found,) = run_jobs(1, f"loaded_twice:{tmp_path / 'run.pt'}")
-    assert "needs the run's step ledger" in found["loaded_twice"]
+    assert "use the run's step ledger" in found["loaded_twice"]
 
 
 @pytest.mark.slow

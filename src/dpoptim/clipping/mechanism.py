@@ -331,8 +331,8 @@ class PrivateMechanism:
         def record() -> None:
             if self.before_step is not None:
                 self.before_step(self.step, content or self._content(sums, square_sums, bound))
-            elif self._last_processes != self._own_processes:
-                raise ValueError("a run with a different number of processes than before needs the run's step ledger")
+            elif (last := self._last_processes) != (now := self._own_processes):
+                raise ValueError(f"Expected processes={last}, got {now}. To change them, use the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place

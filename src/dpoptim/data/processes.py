@@ -143,7 +143,7 @@ def exchange(collective: Callable[..., Any], *values: Any, **named: Any) -> None
         collective(*values, **named)
     except RuntimeError as error:
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
-            raise ConnectionError("another process failed or did not answer in time (see its own message)") from error
+            raise ConnectionError("another process failed, ended or did not answer in time; see its message") from error
         raise
 
 
