@@ -45,9 +45,9 @@ def run_jobs(count: int, *jobs: str, module: str = "jobs", sharded: bool = False
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
 
 
-def torchrun(*command: str, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a script or `-m MODULE` in two processes with more variables; its errors are in the result."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*command: str, count: int = 2, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a script or `-m MODULE` in several processes with more variables; its errors are in the result."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     launcher += ["--monitor-interval", "2"]  # leaves processes time to print their errors before torchrun ends them
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", **more}
     return subprocess.run(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.jobs import NOISES, STEPS, plan_of
-from tests.distributed.launch import run_jobs
+from tests.distributed.launch import ROOT, run_jobs, torchrun
 
 CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
 
@@ -118,3 +118,11 @@ def test_a_run_continues_with_fewer_processes(tmp_path, whole_last):
         found = run_jobs(count, f"resume:{tmp_path / 'run.pt'}:{steps}", sharded=not (is_last and whole_last))
     (expected,) = run_jobs(1, f"resume:{tmp_path / 'whole.pt'}:{STEPS}")
     torch.testing.assert_close(found[0]["resume"], expected["resume"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_example_continues_with_a_different_number_of_processes(tmp_path):
+    for count, steps in ((2, 10), (1, 30)):
+        done = torchrun(str(ROOT / "examples/sharded_loop.py"), "--steps", str(steps), count=count, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"after step {steps}: accuracy 0." in done.stdout
