@@ -19,7 +19,7 @@ from record import heading, setting
 from rich.console import Console
 
 import dpoptim
-from dpoptim.noise import StrategySpec
+from dpoptim.noise import StrategySpec, TensorPart
 from dpoptim.theory import format_bytes
 
 STEPS = 2000
@@ -35,7 +35,8 @@ MECHANISMS: tuple[StrategySpec, ...] = (
 def timed(spec: StrategySpec, parameters: int, device: str, repeats: int) -> tuple[float, int]:
     """Return the median milliseconds per row, and the bytes kept between rows."""
     key = dpoptim.NoiseKey.from_bytes(bytes(32))  # known: nothing here is private
-    stream = spec.optimize(steps=STEPS).stream(key, stream="gradient", name="all", numel=parameters, device=device)
+    parts = [TensorPart(name="all", numel=parameters)]
+    stream = spec.optimize(steps=STEPS).stream(key, parts, stream="gradient", device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
     for step in range(130 + repeats):

@@ -40,7 +40,7 @@ from torch import Tensor, distributed
 import dpoptim
 from dpoptim.data.processes import Processes
 from dpoptim.kernels.freed_memory import keep_freed_memory
-from dpoptim.noise import StrategySpec
+from dpoptim.noise import StrategySpec, TensorPart
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))  # known: nothing here is private
 STEPS, WARM = 2000, 3
@@ -113,7 +113,7 @@ def noise_times(processes: Processes, spec: StrategySpec, numel: int, repeats: i
     """Time a whole row in every process, and slices of it that are made one per process and gathered."""
     strategy, size = spec.optimize(steps=STEPS), -(-numel // processes.count)
     whole, part = (
-        strategy.stream(KEY, stream="gradient", name="all", numel=many, start=start)
+        strategy.stream(KEY, [TensorPart(name="all", numel=many, start=start)], stream="gradient")
         for many, start in ((size * processes.count, 0), (size, size * processes.rank))
     )
     rows: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ from rich.console import Console
 from dpoptim.integrations.optional import require
 from experiments import framework, results_file
 from experiments.framework import NAMES, SCALES, Experiment, MissingInput, Request
+from experiments.options import add_machine, add_output
 from experiments.progress import ProgressReporter, reporter_for
 
 _DESCRIPTION = """\
@@ -71,9 +72,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     what.add_argument("--seeds", type=int, metavar="N", help="number of seeds, for experiments with seeds")
     what.add_argument("--data", metavar="D", help="data, for experiments that need it (skipped without it)")
-    what.add_argument("--model", metavar="M", help="a model's folder or name, for experiments that need one")
-    what.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
-    what.add_argument("--workers", type=int, metavar="N", help="processes that share the device (tinybert)")
+    add_machine(what)
     what.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="then start no more cells; long ones are paused"
     )
@@ -81,12 +80,11 @@ def command_line() -> argparse.ArgumentParser:
         "--overwrite", action="store_true", help="start over; the old file is kept as NAME.jsonl.old, .old2, …"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
+    add_output(output)
     output.add_argument("--render", action="store_true", help="run nothing, only make tables and pictures")
     output.add_argument(
         "--docs", type=Path, metavar="FILE", help="also update the tables on this page, between its marks"
     )
-    output.add_argument("--commit", metavar="TEXT", help="record this as the commit (default: ask git)")
     return parser
 
 

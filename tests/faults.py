@@ -112,8 +112,8 @@ statement-names-wrong-neighbours: The privacy statement always names zero-out ne
 
 joint-square-for-free: Joint moments get no more noise than the gradient alone.
     in privacy/release_types.py, found by privacy/test_release_types.py -k joint
-    - return clip_norm * math.sqrt(1.0 + weight)
-    + return clip_norm
+    - return adjacency.sensitivity_factor * clip_norm * math.sqrt(1.0 + weight)
+    + return adjacency.sensitivity_factor * clip_norm
 
 # the mechanism
 

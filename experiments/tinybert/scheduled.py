@@ -22,6 +22,7 @@ from rich.console import Console
 
 from experiments import results_file
 from experiments.framework import SCALES, MissingInput, Request
+from experiments.options import add_machine, add_output
 from experiments.progress import ProgressReporter, reporter_for
 from experiments.results_file import Line, cell_key
 from experiments.tinybert.experiment import run_jobs
@@ -247,9 +248,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("search", "final", "progress"), help="progress runs nothing")
     parser.add_argument("--scale", choices=SCALES, default="paper")
     parser.add_argument("--data", metavar="D", help="a folder of packed ids; search reads only its first train file")
-    parser.add_argument("--model", metavar="M", help="a model's folder or name")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the device")
+    add_machine(parser)
     parser.add_argument(
         "--until", type=float, metavar="TIME", help="then start no more runs, and pause others; seconds since the epoch"
     )
@@ -258,8 +257,7 @@ def command_line() -> argparse.ArgumentParser:
         help="start no run with less time left; grows to what the longest run took; 0 starts runs until the limit",
     )  # fmt: skip
     parser.add_argument("--only", action="append", metavar="NAME=VALUE", help="only runs with this setting")
-    parser.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
-    parser.add_argument("--commit", metavar="TEXT", help="record this as the commit (default: ask git)")
+    add_output(parser)
     return parser
 
 

@@ -52,7 +52,7 @@ SHARDED = bool(os.environ.get("SHARDED"))
 
 
 def model_of() -> nn.Sequential:
-    """A different model in each process, so that the first one's weights must be copied; or the same, sharded."""
+    """Make a different model in each process, so that the weights of process 0 must be copied; or one sharded model."""
     torch.manual_seed(5 if SHARDED else 5 + int(os.environ["RANK"]))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return sharded(model, model[2]) if SHARDED else model
@@ -143,7 +143,7 @@ def one_record() -> list[Tensor]:
 
 
 def small_shares() -> dict[str, Any]:
-    """Poisson batches of two examples on average: most processes have none. And micro-batches of uneven number."""
+    """Train on Poisson batches that leave most shares empty, and on shares with different numbers of micro-batches."""
     found = {}
     for name, settings in {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}.items():
         plan = plan_of(batch_size=2 if name == "poisson" else 13, sampling=dpoptim.Poisson())
@@ -165,7 +165,7 @@ def evaluated() -> dict[str, Tensor]:
 
 
 def defaults() -> dict[str, Any]:
-    """Keys and run_ids of their own, and dropout."""
+    """Train with dropout, without giving a key or run_id."""
     model = nn.Sequential(model_of(), nn.Dropout(0.5))
     plan = plan_of()
     loader = dpoptim.private_loader(records(), plan)
@@ -179,7 +179,7 @@ def defaults() -> dict[str, Any]:
 
 
 def disagree() -> dict[str, str]:
-    """Process 1 differs in one thing after the other; return the errors."""
+    """Return the errors if process 1 differs from process 0 in one thing at a time."""
     found = {}
     differences = "data", "order", "plan", "model", "key", "lr", "scale", "decay", "step", "moment"
     for what in (*differences, "wrapped", "external", "nothing"):

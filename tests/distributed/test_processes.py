@@ -8,13 +8,6 @@ import torch
 from tests.distributed.jobs import NOISES, STEPS, plan_of
 from tests.distributed.launch import run_jobs
 
-CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request):
-    return request.param
-
 
 @pytest.fixture(scope="module")
 def alone(case):

@@ -8,13 +8,6 @@ import torch
 from tests.distributed.jobs import NOISES, STEPS, plan_of
 from tests.distributed.launch import ROOT, run_jobs, torchrun
 
-CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request):
-    return request.param
-
 
 @pytest.fixture(scope="module")
 def alone(case):
@@ -26,19 +19,8 @@ def alone(case):
 def results(case):
     """What each process finds, by job."""
     count, which = case
-    others = (
-        "small_shares",
-        "evaluated",
-        "one_record",
-        "ledger",
-        "tied",
-        "memory",
-        "sent",
-        "mixing",
-        "refused",
-        "mistakes",
-    )
-    return run_jobs(count, f"variants:{which}", "noise_alone", *others, sharded=True)
+    same = "noise_alone", "small_shares", "evaluated", "one_record", "ledger", "tied"
+    return run_jobs(count, f"variants:{which}", *same, "memory", "sent", "mixing", "refused", "mistakes", sharded=True)
 
 
 def test_the_noise_has_the_same_bits(results, alone):

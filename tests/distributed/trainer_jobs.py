@@ -123,7 +123,7 @@ def sharded_loop() -> dict[str, Any]:
 
 
 def refused(folder: str) -> dict[str, str]:
-    """What PrivateTrainer says to other FSDP settings."""
+    """The errors of PrivateTrainer for FSDP settings that it does not support."""
     changes: dict[str, dict[str, Any]] = {
         "FSDP1": {"fsdp_config": {"version": 1, "sync_module_states": False}},
         "activation checkpointing": {"fsdp_config": {"activation_checkpointing": True}},
@@ -134,7 +134,7 @@ def refused(folder: str) -> dict[str, str]:
 
 
 def ignored(folder: str) -> str:
-    """What PrivateTrainer says if Accelerate ignores FSDP."""
+    """The error of PrivateTrainer if Accelerate ignores FSDP."""
     return _refusal(Path(folder), fsdp=True)
 
 

@@ -24,6 +24,7 @@ from dpoptim.noise import (
     PrefixSums,
     SquareRoot,
     Strategy,
+    TensorPart,
     ToeplitzStrategy,
     Workload,
     normals,
@@ -127,9 +128,8 @@ def make(
     device: str = "cpu",
     memory: NoiseMemory = NoiseMemory(),  # noqa: B008
 ) -> NoiseStream:
-    return strategy.stream(
-        KEY, stream="gradient", name="weight", numel=numel, start=start, dtype=dtype, device=device, memory=memory
-    )
+    part = TensorPart(name="weight", numel=numel, start=start)
+    return strategy.stream(KEY, [part], stream="gradient", dtype=dtype, device=device, memory=memory)
 
 
 def rows(stream: NoiseStream, count: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def test_rows_have_the_same_bits_on_every_path(
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_row_is_added_divided_by_the_scale(strategy: Strategy, scaled: bool) -> None:
     parts = [TensorPart(name="a", numel=7), TensorPart(name="b", numel=5)]
-    stream = strategy.stream_of(KEY, parts, stream="gradient", dtype=torch.float64)
+    stream = strategy.stream(KEY, parts, stream="gradient", dtype=torch.float64)
     row, sums = stream.row(3).clone(), torch.arange(12.0, dtype=torch.float64)
     lazy = LazyInverseRoot(torch.full((5,), 4.0, dtype=torch.float64), 0.5, 1.0, 2.0)
     stored = torch.full((7,), 0.5, dtype=torch.float64)
@@ -99,11 +99,8 @@ def test_a_row_is_added_divided_by_the_scale(strategy: Strategy, scaled: bool) -
 def test_concatenated_tensors_get_the_noise_they_get_alone(name: str, bits: int) -> None:
     strategy, memory = STRATEGIES[name], NoiseMemory(bits=bits)
     parts = [TensorPart(name="a", numel=33), TensorPart(name="none", numel=0), TensorPart(name="b", numel=70, start=5)]
-    whole = strategy.stream_of(KEY, parts, stream="gradient", memory=memory)
-    alone = [
-        strategy.stream(KEY, stream="gradient", name=part.name, numel=part.numel, start=part.start, memory=memory)
-        for part in parts
-    ]
+    whole = strategy.stream(KEY, parts, stream="gradient", memory=memory)
+    alone = [strategy.stream(KEY, [part], stream="gradient", memory=memory) for part in parts]
     for step in range(STEPS):
         assert torch.equal(whole.row(step), torch.cat([stream.row(step) for stream in alone]))
     assert whole.memory_bytes == sum(stream.memory_bytes for stream in alone)
@@ -145,7 +142,7 @@ def test_one_band_is_independent_in_either_stream() -> None:
 def test_streams_and_names_have_independent_noise() -> None:
     strategy = STRATEGIES["five bands"]
     made = [
-        rows(strategy.stream(KEY, stream=stream, name=name, numel=2000, dtype=torch.float64), STEPS)
+        rows(strategy.stream(KEY, [TensorPart(name=name, numel=2000)], stream=stream, dtype=torch.float64), STEPS)
         for stream in ("gradient", "square")
         for name in ("weight", "bias")
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dpoptim
+from dpoptim.noise import TensorPart
 from dpoptim.optim import PrivateOptimizer
 from tests.optim.table import ROWS, RULES, VARIANTS, Task, task
 
@@ -44,7 +45,8 @@ def rows_of(plan: dpoptim.PrivacyPlan, dtype: torch.dtype, stream: str) -> Tenso
     strategy = plan.square_strategy if stream == "square" else plan.strategy
     columns = []
     for name, p in task(plan, dtype).model.named_parameters():
-        source = strategy.stream(KEY.for_run("the run"), stream=stream, name=name, numel=p.numel(), dtype=p.dtype)
+        parts = [TensorPart(name=name, numel=p.numel())]
+        source = strategy.stream(KEY.for_run("the run"), parts, stream=stream, dtype=p.dtype)
         columns.append(torch.stack([source.row(t).clone() for t in range(plan.steps)]))
     return torch.cat(columns, dim=1) * strategy.column_norm
 

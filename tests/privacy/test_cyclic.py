@@ -25,6 +25,7 @@ from dpoptim.noise import (
     Independent,
     NoiseKey,
     SquareRoot,
+    TensorPart,
 )
 from dpoptim.privacy import (
     Adjacency,
@@ -367,7 +368,7 @@ class TestTraining:
         model = torch.nn.Linear(3, 1, bias=False)
         loader = private_loader(torch.utils.data.TensorDataset(torch.randn(50, 3)), plan, key=KEY, run_id="")
         optimizer = dpoptim.dp_sgd(model, plan, lr=1.0, key=KEY, run_id="")
-        noise = plan.strategy.stream(KEY.for_run(""), stream="gradient", name="weight", numel=3)
+        noise = plan.strategy.stream(KEY.for_run(""), [TensorPart(name="weight", numel=3)], stream="gradient")
         empty = 0
         for step, (inputs,) in enumerate(loader):
             drawn = plan.sampling.indices(KEY.for_run("loader "), step, num_examples=50, batch_size=1)

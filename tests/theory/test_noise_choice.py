@@ -24,6 +24,7 @@ from dpoptim import (
     Shuffled,
     choose_noise,
 )
+from dpoptim.noise import TensorPart
 from dpoptim.theory import Candidate, format_bytes
 
 TARGET: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-6}
@@ -37,7 +38,8 @@ def test_errors_match_streamed_noise():
     """Sum the noise of a plan and compare with the candidate's errors."""
     plan = shuffled(noise=BandedToeplitz(bands=8)).calibrate(**TARGET)
     candidate = Candidate(plan=plan, parameters=10)
-    rows = plan.strategy.stream(NoiseKey.from_bytes(bytes(32)), stream="gradient", name="w", numel=20_000)
+    parts = [TensorPart(name="w", numel=20_000)]
+    rows = plan.strategy.stream(NoiseKey.from_bytes(bytes(32)), parts, stream="gradient")
     level = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size
     sums = torch.stack([rows.row(step) for step in range(plan.steps)]).double().mul(level).cumsum(0)
     seen = sums.square().mean(1).sqrt().numpy()

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from scipy.stats import ncx2
 
 import dpoptim
-from dpoptim.noise import Independent, Strategy, ToeplitzStrategy
+from dpoptim.noise import Independent, Strategy, TensorPart, ToeplitzStrategy
 from dpoptim.optim import reference
 from dpoptim.theory import second_moments
 from dpoptim.theory.second_moments import (
@@ -268,7 +268,7 @@ def test_bias_of_streamed_noise(spec, memory):
     """The mean over 200,000 coordinates is within .6 %; the paper's recursion with one β₂ too many is not."""
     strategy = spec.optimize(steps=10)
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
-    stream = strategy.stream(key, stream="gradient", name="weight", numel=200_000, memory=memory)
+    stream = strategy.stream(key, [TensorPart(name="weight", numel=200_000)], stream="gradient", memory=memory)
     noise = torch.stack([stream.row(step) for step in range(10)]).double().numpy()
     weights = 0.1 * 0.9 ** np.arange(9, -1, -1) / (1 - 0.9**10)
     simulated = float((weights @ noise**2).mean())

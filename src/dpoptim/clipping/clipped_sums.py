@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +71,9 @@ class ClippedSums:
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
-        kind: dict[str, Any] = {"allow_mixing": allow_mixing, "shards": shards, "may_average": mean_loss}
-        self.engine = Engine(model, self._add, extra_memory=extra_memory, **kind)
+        self.engine = Engine(
+            model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing, shards=shards, may_average=mean_loss
+        )
 
     @property
     def counts(self) -> ClippingCounts:
@@ -149,7 +149,7 @@ class ClippedSums:
     def _clip_and_sum_shards(self, batch: PhysicalBatch, factor: int, shards: Shards) -> None:
         """Clip and sum a batch of this process, and add up the sums of all processes.
 
-        Each process does this the same number of times; for a placeholder, every clip weight is 0. An example whose
+        All processes do this equally often, some of them with placeholders, whose clip weights are 0. An example whose
         norm cannot be trusted adds nothing.
         """
         found = []
@@ -256,17 +256,14 @@ class ClippedSums:
     def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
         for j in rows:
-            self._clip_and_sum_one(batch, j, factor)
-
-    def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
-        own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
-        scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
-        squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
-        found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
-        found.counts[0] = 0  # clipping was counted with its batch
-        self._outcomes.append(found.counts)
-        alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
-        _sum(alone, found.weights, self._sums, self._square_sums)
+            own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
+            scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
+            squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
+            found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+            found.counts[0] = 0  # clipping was counted with its batch
+            self._outcomes.append(found.counts)
+            alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
+            _sum(alone, found.weights, self._sums, self._square_sums)
 
 
 def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None]:

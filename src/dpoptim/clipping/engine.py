@@ -54,12 +54,12 @@ def public_data() -> Iterator[None]:
 
     Gradients taken in this context are neither clipped nor noised, and no guarantee covers them.
     """
-    token, own = _public.set(True), object()
-    _public_contexts.append(own)
+    token = _public.set(True)
+    _public_contexts.append(token)
     try:
         yield
     finally:
-        _public_contexts.remove(own)
+        _public_contexts.remove(token)
         _public.reset(token)
 
 
@@ -122,8 +122,10 @@ class Engine:
         may_average: bool = False,
     ) -> None:
         self.shards = shards
-        self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
+        # Held, so that no other tensor gets their ids: the parameters, and whole ones that FSDP puts in their place.
+        self._guarded = [(p, name) for name, p in self._all_parameters if p.requires_grad]
+        self.names = {id(p): name for p, name in self._guarded}
         self._modules = list(model.modules())
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what you want to train")
@@ -144,8 +146,6 @@ class Engine:
         self.runs_plain = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
-        # Held, so that no other tensor gets their ids: the parameters, and whole ones that FSDP puts in their place.
-        self._guarded = [(p, self.names[id(p)]) for _, p in self._all_parameters if id(p) in self.names]
         self.layers: dict[nn.Module, Layer] = {}
         self._places = None if shards is None else Places(model, shards.shapes)
 
@@ -275,7 +275,8 @@ class Engine:
 
     def guard_whole_parameters(self) -> None:
         """Name and guard the whole parameters that FSDP has put in place of sharded ones, whether used or not."""
-        for parameter, name in self._places.whole(check=self.recording) if self._places is not None else ():
+        assert self._places is not None  # only models of FSDP have this hook
+        for parameter, name in self._places.whole(check=self.recording):
             if id(parameter) not in self.names:
                 self.names[id(parameter)] = name
                 self._guarded.append((parameter, name))
@@ -285,7 +286,7 @@ class Engine:
         self._handles.append(parameter.register_hook(partial(self._refuse_unseen_gradient, name)))
 
     def _was_replaced(self) -> bool:
-        """Return whether the model has new parameters or, if FSDP replaces them itself, new modules."""
+        """Return whether a parameter or module was replaced, other than by FSDP itself."""
         if self._places is not None:
             return self._places.have_changed(self.model)
         return list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]
@@ -462,7 +463,7 @@ class Engine:
 
     def _refuse_unseen_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Refuse a gradient that reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
-        if gradient is not None and not _public.get() and not _public_contexts:  # a GPU's backward has its own thread
+        if gradient is not None and not _public_contexts:  # a GPU's backward has its own thread, and its own `_public`
             self._refuse(
                 f"parameter '{name}' was used outside the layer that owns it, as in F.linear(x, layer.weight). Call "
                 "the layer itself or freeze the parameter; public data goes inside `with dpoptim.public_data():`"

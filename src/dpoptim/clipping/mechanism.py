@@ -138,7 +138,7 @@ class PrivateMechanism:
                 parts = [TensorPart(name=n, numel=parameters[n].numel(), start=start(n)) for n in names]
                 first = parameters[names[0]]
                 kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
-                rows = strategy.stream_of(key, parts, stream=stream, memory=self.noise_memory, **kind)
+                rows = strategy.stream(key, parts, stream=stream, memory=self.noise_memory, **kind)
                 self._noise[stream].append(rows)
 
     @property

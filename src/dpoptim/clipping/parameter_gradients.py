@@ -25,9 +25,7 @@ from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 # the same limit applies to the square.
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 FAINT = 1e-14  # squares of numbers below this fraction of the largest may vanish in float32
-POSITIONS = (
-    256  # sums over more positions are trusted less, in proportion: their rounding errors may have the same sign
-)
+POSITIONS = 256  # sums over more are trusted less, in proportion: their rounding errors may have the same sign
 # A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself.
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 TENSOR_CORE_TRUST = 30  # the same as CANCELLATION, for norms from products of positions that tensor cores round
@@ -82,12 +80,8 @@ class ParameterGradients:
         return not self.outers and not self.rows
 
     def held_bytes(self) -> int:
-        tensors = [
-            self.dense,
-            *(part for use in self.outers for part in use),
-            *(part for use in self.rows for part in use),
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        tensors = [self.dense, *(part for use in (*self.outers, *self.rows) for part in use)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def select(self, keep: Tensor) -> ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""

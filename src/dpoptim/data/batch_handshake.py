@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpoptim.data.processes import Processes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
@@ -22,9 +24,9 @@ class Ticket:
     generation: int  # each new iteration of the loader raises it, which voids older tickets
     step: int
     key_fingerprint: str
-    processes: Any  # of the loader
+    processes: Processes  # of the loader
     physical_examples: int
-    is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
+    is_placeholder: bool  # this process has no more examples in the step; the one in the batch must not count
     opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped
     closes_batch: bool  # the last of its step; noise is added and the update is made
     part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a part, and its value

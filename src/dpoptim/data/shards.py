@@ -44,44 +44,36 @@ def reshard(model: nn.Module) -> None:
         group.reshard()  # type: ignore[operator]
 
 
-def own_part(tensor: Tensor, *, like: Tensor | None = None) -> Tensor:
+def own_part(tensor: Any, *, like: Tensor | None = None) -> Tensor:
     """Return the rows that this process holds: of a sharded tensor, or of a whole one `like` a sharded parameter."""
-    given: Any = tensor.detach() if is_sharded(tensor) else tensor
-    if is_sharded(tensor):
-        local: Tensor = given.to_local()
-        return local
-    if like is None or not is_sharded(like):
-        return tensor
-    rows, rank = -(-like.shape[0] // distributed.get_world_size()), distributed.get_rank()
-    return tensor[rows * rank : rows * (rank + 1)]
+    own: Tensor = tensor.detach().to_local() if is_sharded(tensor) else tensor
+    if is_sharded(like) and not is_sharded(tensor):
+        rows, rank = -(-own.shape[0] // distributed.get_world_size()), distributed.get_rank()
+        return own[rows * rank : rows * (rank + 1)]
+    return own
 
 
 def whole_state(state: Any, *, to_save: bool = False) -> Any:
     """Return a state_dict with whole tensors in place of sharded ones; all processes must call this.
 
-    Any number of processes can load the result, with or without sharding. With `to_save`, process 0 has it on the CPU,
-    and the others have None in place of sharded tensors, so that no GPU holds more than one whole tensor.
+    Any number of processes can load the result, with or without sharding. With `to_save`, only process 0 gets the whole
+    tensors, on the CPU, and the others get None. No GPU then holds more than one whole tensor.
     """
 
     def whole(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
-        found = _whole(leaf)
+        # No backend sends 16-bit integers, so they travel as bfloat16.
+        is_short = leaf.dtype in (torch.int16, torch.uint16)
+        sendable: Any = like_parameter(leaf.to_local().view(torch.bfloat16), leaf) if is_short else leaf
+        found = sendable.full_tensor().view(leaf.dtype)
         return found if not to_save else found.cpu() if distributed.get_rank() == 0 else None
 
     return pytree.tree_map(whole, state)
 
 
-def _whole(tensor: Any) -> Tensor:
-    """Return a DTensor as a whole tensor; 16-bit integers travel as bfloat16, because no backend sends them."""
-    if tensor.dtype in (torch.int16, torch.uint16):
-        return like_parameter(tensor.to_local().view(torch.bfloat16), tensor).full_tensor().view(tensor.dtype)  # type: ignore[attr-defined]
-    found: Tensor = tensor.full_tensor()
-    return found
-
-
 def like_parameter(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return the rows of this process as a tensor that is sharded as the parameter is, for checkpoints."""
+    """Return the rows of this process as a DTensor that is sharded like the parameter, for checkpoints."""
     if not is_sharded(parameter):
         return part
     from torch.distributed.tensor import DTensor
@@ -107,8 +99,7 @@ class Shards:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise ValueError("FSDP1 flattens parameters. Use FSDP2, torch.distributed.fsdp.fully_shard")
-        found = [is_sharded(parameter) for parameter in trained.values()]
-        if not any(found):
+        if not any(map(is_sharded, trained.values())):
             return None
         for name, parameter in trained.items():
             given: Any = parameter
@@ -139,40 +130,33 @@ class Shards:
 
     def start(self, name: str) -> int:
         """Return the first element of this process's rows."""
+        return min(self.shapes[name].numel(), self._width(name) * self.processes.rank)
+
+    def _width(self, name: str) -> int:
+        """Return how many elements each process holds; the last ones may hold fewer, and are padded to travel."""
         shape = self.shapes[name]
-        return min(shape[0], self._rows(name) * self.processes.rank) * shape[1:].numel()
-
-    def _rows(self, name: str) -> int:
-        """How many rows each process holds; the last ones may hold fewer."""
-        return -(-self.shapes[name][0] // self.processes.count)
-
-    def _own_rows(self, name: str) -> slice:
-        rows = self._rows(name)
-        return slice(rows * self.processes.rank, rows * (self.processes.rank + 1))
-
-    def _padded(self, name: str) -> tuple[int, int]:
-        """The shape of a parameter as a matrix with a row for each process."""
-        return self.processes.count, self._rows(name) * self.shapes[name][1:].numel()
+        return -(-shape[0] // self.processes.count) * shape[1:].numel()
 
     def added_up(
         self, names: list[str], values: Mapping[str, Tensor], *, device: torch.device
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield this process's rows of the sums of whole tensors over all processes; a missing value is 0."""
-        widths = [self._padded(name)[1] for name in names]
+        widths = [self._width(name) for name in names]
         packed = torch.zeros(self.processes.count, sum(widths), dtype=self.dtype, device=device)
-        for name, place in zip(names, packed.split(widths, 1), strict=True):
+        for name, width, place in zip(names, widths, packed.split(widths, 1), strict=True):
             if name in values:
-                for process, part in enumerate(values[name].split(self._rows(name))):
-                    place[process, : part.numel()] = part.reshape(-1)
+                for process, part in enumerate(values[name].reshape(-1).split(width)):
+                    place[process, : len(part)] = part
         own = packed.new_empty(packed.shape[1])
         exchange(distributed.reduce_scatter, own, list(packed))
         for name, part in zip(names, own.split(widths), strict=True):
-            yield name, self._cut(name, part, self._own_rows(name))
+            shape = self.shapes[name]
+            yield name, part[: shape.numel() - self.start(name)].view(-1, *shape[1:])
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors from the rows that each process holds."""
         first = next(iter(parts.values()))
-        widths = [self._padded(name)[1] for name in parts]
+        widths = [self._width(name) for name in parts]
         packed = first.new_zeros(sum(widths), dtype=torch.promote_types(first.dtype, self.dtype))
         for part, place in zip(parts.values(), packed.split(widths), strict=True):
             place[: part.numel()] = part.reshape(-1)
@@ -180,21 +164,15 @@ class Shards:
         exchange(distributed.all_gather, list(gathered), packed)
         columns = gathered.split(widths, 1)
         return {
-            name: self._cut(name, column.reshape(-1), slice(0, self.shapes[name][0]))
+            name: column.reshape(-1)[: self.shapes[name].numel()].view(self.shapes[name])
             for name, column in zip(parts, columns, strict=True)
         }
-
-    def _cut(self, name: str, flat: Tensor, rows: slice) -> Tensor:
-        """Shape a flat tensor that holds these rows of a parameter, and perhaps padding after its last row."""
-        shape = self.shapes[name]
-        count = max(0, min(rows.stop, shape[0]) - rows.start)
-        return flat[: count * shape[1:].numel()].view(count, *shape[1:])
 
     def calls_to_check(self, own: Any, needs_check: Callable[[], bool], *, device: torch.device) -> Iterator[Any]:
         """Yield calls of the model that all processes must check together, because layers wait for all processes.
 
-        Each process has its own call of the model. Those that need a check are sent to all. One that shows nothing (its
-        examples are equal) still needs a check afterwards, and does not keep the others from theirs.
+        Each process has its `own` call, and one that needs a check is sent to all, once. A check that shows nothing,
+        because its examples are equal, leaves its call unchecked, and the next process has its turn.
         """
         asked: set[int] = set()
         for _ in range(self.processes.count):
@@ -209,7 +187,7 @@ class Shards:
 
 
 def averaged_gradients(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
-    """Differentiate a loss of public data: FSDP averages the gradients of all processes. None remains in `.grad`."""
+    """Return the gradients of a public loss, which FSDP averages over all processes, and leave `.grad` empty."""
     for parameter in parameters:
         parameter.grad = None
     loss.backward()
@@ -220,7 +198,7 @@ def averaged_gradients(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Te
 
 
 class Places:
-    """Where the parameters of a sharded model are; tied ones are in several places."""
+    """The modules that hold the parameters of a sharded model; several hold a tied one."""
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -242,7 +220,7 @@ class Places:
                 yield parameter, name
 
     def have_changed(self, model: nn.Module) -> bool:
-        """Return whether the model has other modules or parameters; FSDP itself exchanges sharded and whole ones."""
+        """Return whether a module or parameter was replaced, other than by FSDP, which makes parameters whole."""
         now = list(_parameters_of(model))
         if [(module, key) for module, key, _ in now] != [(module, key) for _, module, key in self._found]:
             return True

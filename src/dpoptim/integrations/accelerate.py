@@ -74,7 +74,7 @@ def prepare_accelerate(
 
 
 def shard_for_accelerate(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model as the FSDP2 plugin of Accelerate says, before its private optimizer is created.
+    """Shard a model by Accelerate's FSDP2 settings, before you create its private optimizer.
 
         model = shard_for_accelerate(accelerator, model)
         optimizer = dpoptim.scale_then_privatize(model, plan, lr=1e-3)
@@ -111,7 +111,7 @@ def uses_fsdp2(accelerator: Any) -> bool:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse an Accelerator that splits the model otherwise than by FSDP2, or scales the loss."""
+    """Refuse an Accelerator that scales the loss, or divides the model in any way but FSDP2."""
     backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if backend == "FSDP" and not uses_fsdp2(accelerator):
         raise ValueError("FSDP1 flattens parameters, so examples cannot be clipped. Set fsdp_version=2.")
@@ -136,9 +136,9 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def keep_models(accelerator: Any) -> None:
-    """Let `accelerator.prepare` leave models unchanged, because the optimizer adds up the gradients of processes.
+    """Make `accelerator.prepare` leave models unchanged, because the optimizer adds up the gradients of processes.
 
-    Accelerate would save the optimizer of a sharded model without the state of the private run, so it is stopped.
+    For sharded models, also refuse `save_state` and `load_state`, which would lose the state of the private run.
     """
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     if uses_fsdp2(accelerator):
@@ -148,7 +148,7 @@ def keep_models(accelerator: Any) -> None:
 
 
 def _prepare_sharded(accelerator: Any, *given: Any) -> list[Any]:
-    """Prepare everything but models, which are sharded, as `Accelerator.prepare` does."""
+    """Do what `Accelerator.prepare` does, except for models, which are sharded already."""
     accelerator._models += [one for one in given if isinstance(one, nn.Module) and one not in accelerator._models]
     for is_first in (True, False):
         given = tuple(
@@ -159,5 +159,5 @@ def _prepare_sharded(accelerator: Any, *given: Any) -> list[Any]:
 
 def _refuse_state(*_: Any) -> None:
     raise ValueError(
-        "Accelerate's checkpoints of FSDP2 lack the private run. Save dpoptim.data.whole_state(...) instead."
+        "Accelerate's checkpoints of FSDP2 lack the state of the private run. Save dpoptim.data.whole_state(...)."
     )

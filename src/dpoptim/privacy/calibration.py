@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable
 from importlib.metadata import version
@@ -13,7 +12,7 @@ import numpy as np
 from dpoptim import disk_cache
 from dpoptim.arguments import check_delta, check_number
 from dpoptim.privacy import accounting
-from dpoptim.privacy.accounting import GaussianRun, Run, gaussian_noise_multiplier
+from dpoptim.privacy.accounting import GaussianRun, Run, SampledRun, gaussian_noise_multiplier
 
 _COARSE_RESOLUTION = 6.0
 _SMALLEST_MULTIPLIER = 1e-3
@@ -121,14 +120,11 @@ def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> fl
     raise ValueError(f"Calibration to epsilon={epsilon!r} did not converge. Use a slightly different epsilon.")
 
 
-def _inputs(run: Run, epsilon: float, delta: float) -> dict[str, object]:
-    fields = {
-        field.name: value.value if isinstance(value := getattr(run, field.name), enum.Enum) else value
-        for field in dataclasses.fields(run)
-    }
+def _inputs(run: SampledRun, epsilon: float, delta: float) -> dict[str, object]:
     return {
         "run": type(run).__name__,
-        **fields,
+        **dataclasses.asdict(run),
+        "adjacency": run.adjacency.value,
         "epsilon": epsilon,
         "delta": delta,
         "accounting_version": accounting.ACCOUNTING_VERSION,

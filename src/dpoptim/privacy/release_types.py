@@ -156,10 +156,8 @@ def square_sensitivity(
     poisson = sampling.is_random
     replace = adjacency is Adjacency.REPLACE
     squared_norm = clip_norm * clip_norm
-    if squares == "average_of" and not replace:
-        return squared_norm / batch_size
     if squares == "average_of":
-        return (2.0 if poisson else math.sqrt(2.0)) * squared_norm / batch_size
+        return (1.0 if not replace else 2.0 if poisson else math.sqrt(2.0)) * squared_norm / batch_size
     one_side = 2.0 / batch_size if poisson else (2 * batch_size - 1) / batch_size**2
     return adjacency.sensitivity_factor * one_side * squared_norm
 
@@ -172,10 +170,8 @@ def joint_sensitivity(*, square_weight: float, sampling: Sampling, adjacency: Ad
     value.
     """
     weight = square_weight * clip_norm * clip_norm
-    if adjacency is not Adjacency.REPLACE:
-        return clip_norm * math.sqrt(1.0 + weight)
-    if sampling.is_random:
-        return 2.0 * clip_norm * math.sqrt(1.0 + weight)
+    if adjacency is not Adjacency.REPLACE or sampling.is_random:
+        return adjacency.sensitivity_factor * clip_norm * math.sqrt(1.0 + weight)
     if weight <= 0.5:
         return 2.0 * clip_norm
     return clip_norm * (1.0 + 2.0 * weight) / math.sqrt(2.0 * weight)

@@ -93,7 +93,7 @@ class StateChangeGuard:
 
 
 class _Unsharded:
-    """The parameters of a module except those that FSDP replaces. What a forward writes into these is not saved."""
+    """The parameters of a module that FSDP does not shard. What a forward writes into sharded ones is not saved."""
 
     def __init__(self, parameters: dict[str, Any]) -> None:
         self._parameters = parameters

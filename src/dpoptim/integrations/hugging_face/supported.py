@@ -70,7 +70,7 @@ def check_subclass(kind: type, base: type) -> None:
 
 
 def check_sharding(args: Any, accelerator: Any, model: Any) -> None:
-    """Refuse models that are sharded otherwise than by Accelerate, and save whole models if it shards them."""
+    """Refuse a model that is sharded already, and settings that FSDP2 does not support; let it save whole models."""
     if any(map(is_sharded, model.parameters())):
         raise ValueError("the model is sharded already. Pass a whole model and TrainingArguments(fsdp=True).")
     if not uses_fsdp2(accelerator):

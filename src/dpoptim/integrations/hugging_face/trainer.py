@@ -149,7 +149,7 @@ class PrivateTrainer(transformers.Trainer):
 
     def get_train_dataloader(self) -> StepLoader:
         """Return one item per step of the plan; Accelerate does not shard, dispatch or reorder it."""
-        self._shard()  # before the model runs, because only then it is on the right device
+        self._shard()  # before the model runs, because this also moves it to its device
         plan = self._plan if self._plan is not None else self.plan
         dataset, collate = self._used_columns(self.train_dataset), self.data_collator
         if dataset is self.train_dataset:  # it has no named columns
@@ -443,14 +443,14 @@ class PrivateTrainer(transformers.Trainer):
         optimizer.mechanism.before_step = self._ledger.before_step
 
     def _load_before_sharding(self, checkpoint: str) -> None:
-        """Load the weights of a checkpoint as the stock trainer loads whole models."""
+        """Load the weights of a checkpoint into the whole model, as the stock trainer does."""
         if fsdp_modules(self.model):
             raise ValueError("the model is sharded already. To resume, create a new PrivateTrainer with a whole model.")
         with replaced(self, is_fsdp_enabled=False):
             super()._load_from_checkpoint(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not uses_fsdp2(self.accelerator):  # otherwise they were loaded before the model was sharded
+        if not uses_fsdp2(self.accelerator):  # `_load_before_sharding` has loaded the weights of sharded models
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -36,7 +36,7 @@ class BufferedToeplitz(ShortRepr):
     Guarantee: the coefficients are non-negative and non-increasing, so the sensitivity is exact.
 
     >>> strategy = BufferedToeplitz(buffers=2).optimize(steps=100)
-    >>> strategy.buffers, strategy.sensitivity_is_exact
+    >>> strategy.kept_rows, strategy.sensitivity_is_exact
     (2, True)
     >>> round(strategy.mean_error() * strategy.column_norm, 3)  # 2.371 for the square root
     2.321

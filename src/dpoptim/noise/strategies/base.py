@@ -100,22 +100,6 @@ class Strategy(ABC):
     def stream(
         self,
         key: NoiseKey,
-        *,
-        stream: str,
-        name: str,
-        numel: int,
-        start: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        memory: NoiseMemory = NoiseMemory(),  # noqa: B008
-    ) -> NoiseStream:
-        """Return the rows of C⁻¹z for elements [start, start + numel) of the tensor `name`; see `stream_of`."""
-        part = TensorPart(name=name, numel=numel, start=start)
-        return self.stream_of(key, [part], stream=stream, dtype=dtype, device=device, memory=memory)
-
-    def stream_of(
-        self,
-        key: NoiseKey,
         parts: Sequence[TensorPart],
         *,
         stream: str,

@@ -198,18 +198,13 @@ class BufferedToeplitzStrategy(ToeplitzStrategy):
         object.__setattr__(self, "strategy_coefs", tuple(coefs.tolist()))
         super().__post_init__()
 
-    @property
-    def buffers(self) -> int:
-        """The number of rows a stream stores."""
-        return len(self.decays)
-
     @cached_property
     def noising_coefs(self) -> Series:
         return _read_only(noising_series(self.decays, self.weights, self.steps))
 
     @property
     def kept_rows(self) -> int:
-        return self.buffers
+        return len(self.decays)
 
     @property
     def normal_rows(self) -> float:
@@ -239,8 +234,8 @@ class BandedInverseStrategy(ToeplitzStrategy):
     rounding and are removed.
 
     >>> strategy = BandedInverseStrategy(steps=4, inverse_coefs=(1.0, -0.5))
-    >>> strategy.strategy_coefs, strategy.inverse_bands
-    ((1.0, 0.5, 0.25, 0.125), 2)
+    >>> strategy.strategy_coefs, strategy.normal_rows  # 1, 2, 2 and 2 rows of normals
+    ((1.0, 0.5, 0.25, 0.125), 1.75)
     """
 
     strategy_coefs: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -255,14 +250,9 @@ class BandedInverseStrategy(ToeplitzStrategy):
         object.__setattr__(self, "strategy_coefs", tuple(coefs.tolist()))
         super().__post_init__()
 
-    @property
-    def inverse_bands(self) -> int:
-        """The number of diagonals of C⁻¹, which is the number of rows of normals per streamed row."""
-        return len(self.inverse_coefs)
-
     @cached_property
     def noising_coefs(self) -> Series:
-        return _read_only(np.pad(self.inverse_coefs, (0, self.steps - self.inverse_bands)))
+        return _read_only(np.pad(self.inverse_coefs, (0, self.steps - len(self.inverse_coefs))))
 
     @property
     def kept_rows(self) -> int:
@@ -270,7 +260,7 @@ class BandedInverseStrategy(ToeplitzStrategy):
 
     @property
     def normal_rows(self) -> float:
-        return float(np.minimum(np.arange(1, self.steps + 1), self.inverse_bands).mean())
+        return float(np.minimum(np.arange(1, self.steps + 1), len(self.inverse_coefs)).mean())
 
     def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         return _convolved(source, list(self.inverse_coefs), steps=self.steps)
