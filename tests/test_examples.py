@@ -165,7 +165,8 @@ def test_two_processes(tmp_path: Path, name: str, sharded: bool) -> None:
     flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", held_out, "--labels", *LABELS]
     sizes = ["--batch_size", "4", "--micro_batch_size", "2", "--max_train_steps", "3", "--cpu"]
     more = [*sizes, *PRIVACY, "--output_dir", "out"] if name == "accelerate_loop" else trainer_flags(tmp_path)
-    start, variables = [str(EXAMPLES / f"{name}.py")], {}
+    start = [str(EXAMPLES / f"{name}.py")]
+    variables: dict[str, Any] = {}
     if sharded:  # as `accelerate launch --use_fsdp --fsdp_version 2` sets them
         start = ["-m", "tests.distributed.fsdp_on_cpu", *start]
         variables = {
