@@ -83,6 +83,24 @@ def test_an_example_whose_parts_overflow_is_left_out():
     assert counts.nonfinite == 1
 
 
+@pytest.mark.parametrize("size", [0.3, 1.1, 1e3])
+def test_the_smallest_clip_norm_bounds_a_gradient_spread_over_many_elements(size):
+    elements = 10**6
+    gradient = torch.full((1, elements), size * 1e-12 / math.sqrt(elements))
+    sums = ClippedSums(Parameters(w=(elements,)), clip_norm=1e-12)
+    with torch.no_grad():
+        sums._add(
+            PhysicalBatch(gradients={"w": ParameterGradients(torch.Size([elements]), dense=gradient)}, examples=1)
+        )
+    assert norm(sums.take()[0]) == pytest.approx(min(size, 1.0) * 1e-12, rel=1e-4)
+
+
+def test_smaller_clip_norms_are_refused():
+    """At 1e-21, squares vanish in float32 and gradients would go unclipped."""
+    with pytest.raises(ValueError, match="Expected clip_norm >= 1e-12"):
+        ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-21)
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
 @pytest.mark.parametrize("formed", [False, True], ids=["positions", "formed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.arguments import check_number
+from dpoptim.arguments import check_clip_norm
 from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.data.shards import Shards, own_part
@@ -56,7 +56,7 @@ class ClippedSums:
         allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
         shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
     ) -> None:
-        check_number("clip_norm", clip_norm, above=0, infinity=True)
+        check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
         self.scale: Scale = None
