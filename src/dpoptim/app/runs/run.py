@@ -28,7 +28,14 @@ from dpoptim.app.recipes.defaults import smaller_micro_batch
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
-from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
+from dpoptim.app.runs.run_directory import (
+    RunDirectory,
+    checkpoints,
+    load_checkpoint,
+    load_newest,
+    save_checkpoint,
+    step_of,
+)
 from dpoptim.app.runs.run_log import Diverged, RunHistory, RunLog, cut_log, ending_by, last_reason
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.data.processes import Processes
@@ -154,13 +161,14 @@ def _follow(setup: RunSetup, key: NoiseKey, processes: Processes) -> dict[str, A
 
 
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
-    found = checkpoints(place.checkpoints)
+    newest = load_newest(place.checkpoints, progress.message)
     progress.stage("taking digests of the records")
     with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
-        Processes.current().from_first(str(found[-1].resolve()) if found else None)
-        if found:
-            loop.load_state_dict(load_checkpoint(found[-1]))
-        step = loop.step if found else None
+        Processes.current().from_first(None if newest is None else str(newest[0].resolve()))
+        if newest is not None:
+            loop.load_state_dict(newest[1])
+        step = None if newest is None else loop.step
+        del newest  # its memory
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
             if step is not None:
                 cut_log(place.log_file, step)
