@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.app.cli.main import main
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
 from dpoptim.app.runs import run as run_module
@@ -197,6 +198,39 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypat
     with pytest.raises(OSError, match="is the disk full"):
         save_checkpoint(tmp_path, 20, {"step": 20})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+@pytest.mark.parametrize(
+    ("function", "file"), [("fsync", r"log\.jsonl"), ("write", r"noise\.steps"), ("log", r"log\.jsonl")]
+)
+def test_a_full_disk_at_resume_names_the_file(function, file, tmp_path, monkeypatch, capsys):
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if function == "log":
+        monkeypatch.setattr("dpoptim.app.runs.run_log.plain", full)
+    else:
+        monkeypatch.setattr(os, function, full)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
+    assert re.search(rf"No space left on device: '.*{file}'", line)
+    monkeypatch.undo()
+    assert resume(tmp_path / "run")["reason"] == "finished"
+
+
+BAD_JSON = {"empty": "", "truncated": '{"plan": {"num_ex', "nested": "[" * 100_000, "a list": "[]", "no plan": "{}"}
+
+
+@pytest.mark.parametrize("how", BAD_JSON)
+def test_a_broken_plan_is_named_in_one_line(how, tmp_path, capsys):
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
+    (tmp_path / "run" / "plan.json").write_text(BAD_JSON[how])
+    for command in (["train", "--resume"], ["report"], ["audit"]):
+        capsys.readouterr()
+        assert main([*command, str(tmp_path / "run")]) == 2
+        assert re.fullmatch(r"dpoptim: .*run/plan\.json cannot be read .*\n", capsys.readouterr().err)
 
 
 def test_failed_first_checkpoint_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -239,7 +239,7 @@ def read_ledger(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
     first, *digests = whole[: whole.rfind(b"\n") + 1].splitlines() or [b""]
     try:
         header = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     is_complete = all(len(digest) == _LINE - 1 for digest in digests)
     if not (isinstance(header, dict) and header.keys() == _FIELDS.keys() and is_complete):
@@ -248,5 +248,9 @@ def read_ledger(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
 
 
 def _write(handle: int, line: bytes, path: Path) -> None:
-    if os.write(handle, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    try:
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        error.filename = str(path)
+        raise

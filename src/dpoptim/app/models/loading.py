@@ -192,7 +192,8 @@ def _adapter(name: str) -> dict[str, Any] | None:
     file = Path(name) / _ADAPTER
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    with _loading("model", name):
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if not found.get("base_model_name_or_path"):
         raise ValueError(f"{file} does not name the base model of these LoRA factors; give a whole model")
     return found

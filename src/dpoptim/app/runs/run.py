@@ -370,7 +370,7 @@ def load_trained(directory: str | Path) -> nn.Module:
     Its tokenizer is `load_tokenizer(directory / "model")`. Its labels, in order, are the recipe's `label_names`.
 
     Raises:
-        ValueError: The folder is not a run directory, or the run has not finished.
+        ValueError: The folder is not a run directory, the run has not finished, or a file is broken.
     """
     place = RunDirectory(Path(directory).expanduser())
     place.check_is_run()
@@ -380,7 +380,11 @@ def load_trained(directory: str | Path) -> nn.Module:
     task, names = Task(recipe.task), recipe.label_names
     if recipe.model not in BUILT_IN:
         return load_model(task, place.model, label_names=names).eval()
-    state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
-    model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
-    model.load_state_dict(state)
+    file = place.model / "model.pt"
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
+        model.load_state_dict(state)
+    except Exception as error:  # torch raises errors of many types for files that are not its own
+        raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from error
     return model.eval()

@@ -14,6 +14,7 @@ import torch
 from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.app.runs.run_log import parsed, plan_and_epsilon
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
@@ -97,7 +98,8 @@ class RunDirectory:
 
     def read_plan(self) -> PrivacyPlan:
         """The run's plan."""
-        return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
+        plan, _ = parsed(self.plan_file, plan_and_epsilon)
+        return plan
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
