@@ -42,10 +42,11 @@ from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.run_identity import recipe_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim.out_of_memory import RUNNING, add_advice, advising, is_out_of_memory
 from dpoptim.privacy.statement import headline
-from dpoptim.privacy.step_ledger import released_count
+from dpoptim.privacy.step_ledger import check_unchanged, read_ledger, released_count
 from dpoptim.version import __version__
 
 
@@ -111,7 +112,8 @@ def resume(
         progress: Shows the run. Defaults to silence.
 
     Returns:
-        The summary. A finished run returns it at once and needs no key.
+        The summary. A finished run returns it at once and needs no key; if the step ledger is still there, recipe and
+        plan are compared with it.
 
     Raises:
         ValueError: The folder is not a run directory, its records or settings have changed, or a repeated step would
@@ -123,7 +125,12 @@ def resume(
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished":
-        return _summary(place)
+        summary = _summary(place)
+        with contextlib.suppress(FileNotFoundError):  # a run that was passed on has no ledger
+            settings = recipe_settings(read_recipe(place.recipe_file).to_dict())
+            now = {"plan": place.read_plan().to_dict(), "settings": settings}
+            check_unchanged(read_ledger(place.steps_file)[0], json.loads(json.dumps(now)))
+        return summary
     recipe, plan, key = place.read()
     with progress:
         limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
