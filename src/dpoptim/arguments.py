@@ -52,6 +52,20 @@ def check_number(
         raise ValueError(f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {value!r}. {hint}".rstrip())
 
 
+def check_clip_norm(value: object) -> None:
+    """Check that a clip norm is positive, and so large that float32 measures the norms near it.
+
+    Squares of elements below 1e-19 vanish in float32. Gradients with 1e9 elements are clipped to 1e-12 with an error of
+    1e-5; at a clip norm of 1e-21, gradients of a few elements go unclipped.
+
+    >>> check_clip_norm(1e-20)
+    Traceback (most recent call last):
+    ValueError: Expected clip_norm >= 1e-12 or inf, got 1e-20. Multiply losses by a constant if gradients are so small.
+    """
+    hint = "Multiply losses by a constant if gradients are so small."
+    check_number("clip_norm", value, low=1e-12, infinity=True, hint=hint)
+
+
 def check_at_most(name: str, value: int, limit_name: str, limit: int, *, hint: str = "") -> None:
     """Check that one argument does not exceed another.
 

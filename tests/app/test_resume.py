@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import pickle
+import re
 import signal
 import stat
 import subprocess
@@ -13,8 +15,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.app.cli.main import main
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
 from dpoptim.app.runs import run as run_module
 from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
@@ -40,6 +45,17 @@ class FixedKeys:
 
         monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
         monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
+
+
+class Messages(ProgressReporter):
+    """Keeps the lines that are always printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture
@@ -115,6 +131,48 @@ def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, m
     assert steps == [1, 5, 10, 15, 20], "a step that was repeated must be in the log once"
 
 
+def foreign_pickle(file):
+    file.write_bytes(pickle.dumps(print, protocol=2))
+
+
+BROKEN = {
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "foreign pickle": foreign_pickle,
+    "another dictionary": lambda file: torch.save({"weight": torch.ones(2)}, file),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_checkpoint_falls_back_to_the_one_before(how, tmp_path, one_key):
+    """The step ledger holds: steps 6 to 10 are repeated bit for bit, and no step is released twice differently."""
+    recipe = rows_recipe(tmp_path, checkpoint_every=5)
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "parts", progress=StopAfter(10))
+    ledger = RunDirectory(tmp_path / "parts").steps_file
+    before, folder = ledger.read_bytes(), tmp_path / "parts" / "checkpoints"
+    BROKEN[how](folder / "step-000010" / "state.pt")
+    progress = Messages()
+    assert resume(tmp_path / "parts", progress=progress)["reason"] == "finished"
+    (line,) = progress.lines
+    assert re.search(r"step-000010/state\.pt cannot be read \(.+\).* Resuming from step-000005 instead\.$", line)
+    assert "\n" not in line
+    assert (folder / "unreadable-step-000010").is_dir()
+    assert ledger.read_bytes().startswith(before)
+    assert same(parameters_at(tmp_path / "whole", 20), parameters_at(tmp_path / "parts", 20))
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+
+
+def test_a_run_whose_checkpoints_are_all_broken_is_refused(tmp_path):
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(13))
+    found = checkpoints(tmp_path / "run" / "checkpoints")
+    for path in found:
+        (path / "state.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-000010/state\.pt cannot be read .* Restore the original"):
+        resume(tmp_path / "run")
+    assert checkpoints(tmp_path / "run" / "checkpoints") == found
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     def full(folder, step, state):
         if step == 20:
@@ -140,6 +198,39 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypat
     with pytest.raises(OSError, match="is the disk full"):
         save_checkpoint(tmp_path, 20, {"step": 20})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+@pytest.mark.parametrize(
+    ("function", "file"), [("fsync", r"log\.jsonl"), ("write", r"noise\.steps"), ("log", r"log\.jsonl")]
+)
+def test_a_full_disk_at_resume_names_the_file(function, file, tmp_path, monkeypatch, capsys):
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if function == "log":
+        monkeypatch.setattr("dpoptim.app.runs.run_log.plain", full)
+    else:
+        monkeypatch.setattr(os, function, full)
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
+    assert re.search(rf"No space left on device: '.*{file}'", line)
+    monkeypatch.undo()
+    assert resume(tmp_path / "run")["reason"] == "finished"
+
+
+BAD_JSON = {"empty": "", "truncated": '{"plan": {"num_ex', "nested": "[" * 100_000, "a list": "[]", "no plan": "{}"}
+
+
+@pytest.mark.parametrize("how", BAD_JSON)
+def test_a_broken_plan_is_named_in_one_line(how, tmp_path, capsys):
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
+    (tmp_path / "run" / "plan.json").write_text(BAD_JSON[how])
+    for command in (["train", "--resume"], ["report"], ["audit"]):
+        capsys.readouterr()
+        assert main([*command, str(tmp_path / "run")]) == 2
+        assert re.fullmatch(r"dpoptim: .*run/plan\.json cannot be read .*\n", capsys.readouterr().err)
 
 
 def test_failed_first_checkpoint_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.app.cli.main import main
 from dpoptim.app.models.prepared import Prepared
 from dpoptim.app.runs.run_directory import checkpoints
 from dpoptim.clipping import PrivateMechanism
@@ -19,6 +20,7 @@ from dpoptim.privacy.step_ledger import read_ledger, released_count
 from tests.app.runs import (
     CrashAfter,
     StopAfter,
+    copy_run,
     log_of,
     parameters_at,
     rows_recipe,
@@ -101,6 +103,26 @@ def test_an_edited_recipe_is_refused(name, run):
     with pytest.raises(ValueError, match=f"setting {name} was .* when the run started and is .* now"):
         resume(run)
     file.write_text(before)
+
+
+def test_an_edited_recipe_of_a_finished_run_is_refused(trained_run, tmp_path, capsys):
+    copy = copy_run(trained_run, tmp_path / "run")
+    assert main(["train", "--resume", str(copy.path)]) == 0
+    before, plan = copy.recipe_file.read_text(), copy.plan_file.read_text()
+    copy.recipe_file.write_text(re.sub(r"learning_rate = .*", "learning_rate = 0.123", before))
+    capsys.readouterr()
+    assert main(["train", "--resume", str(copy.path)]) == 2
+    assert re.fullmatch(
+        r"dpoptim: setting learning_rate was .+ when the run started and is 0\.123 now\. Undo the change, .*\n",
+        capsys.readouterr().err,
+    )
+    copy.recipe_file.write_text(re.sub(r"log_every = .*", "log_every = 7", before))  # affects no release
+    assert main(["train", "--resume", str(copy.path)]) == 0
+    copy.plan_file.write_text(re.sub(r'"clip_norm": [0-9.]+', '"clip_norm": 0.01', plan))
+    with pytest.raises(ValueError, match=r"plan clip_norm was .* when the run started and is 0\.01 now"):
+        resume(copy.path)
+    shutil.rmtree(copy.secret_folder)  # passed on without secrets
+    assert resume(copy.path)["reason"] == "finished"
 
 
 def test_an_edited_plan_is_refused(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dpoptim.app import (
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
-from tests.app.runs import log_of, write_bert, write_texts
+from tests.app.runs import copy_run, log_of, write_bert, write_texts
 
 FEW: dict[str, Any] = {
     "epsilon": 8.0, "noise": "independent", "sampling": "shuffled", "steps": 3, "batch_size": 8, "learning_rate": 0.5,
@@ -97,6 +98,17 @@ def test_built_in_model_is_loaded_with_its_sizes(trained_run):
     assert model(torch.zeros(5, 3)).shape == (5, 2)
     saved = torch.load(trained_run / "model" / "model.pt", weights_only=True)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_broken_model_is_named(trained_run, tmp_path):
+    copy = copy_run(trained_run, tmp_path / "run")
+    file = copy.model / "model.pt"
+    whole = file.read_bytes()
+    for content in (b"", whole[:100], pickle.dumps(print, protocol=2), pickle.dumps([1], protocol=2)):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.pt cannot be read \(.+\); restore the original$") as error:
+            load_trained(copy.path)
+        assert "\n" not in str(error.value)
 
 
 def test_missing_model_is_refused(tmp_path):

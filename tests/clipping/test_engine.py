@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from dpoptim.clipping import check_example_independence, clipped_sum, public_data
 from dpoptim.clipping import clipped_sums as clipping
@@ -171,13 +172,44 @@ class TestRefusals:
             (nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
             (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
             (nn.EmbeddingBag(4, 3), "bags"),
-            (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrization"),
+            (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), r"remove_parametrizations\(layer, 'weight'\)"),
+            (nn.utils.spectral_norm(nn.Linear(3, 3)), r"\(SpectralNorm\).*torch\.nn\.utils\.remove_spectral_norm"),
+            (
+                prune.random_unstructured(nn.Conv1d(3, 3, 1), "bias", 1),
+                r"\(RandomUnst.*utils\.prune\.remove, or freeze",
+            ),
         ],
-        ids=["instance norm", "max_norm", "frequency", "bag", "weight norm"],
+        ids=["instance norm", "max_norm", "frequency", "bag", "weight norm", "spectral norm", "pruned"],
     )
     def test_layers_that_mix(self, layer, words):
         with pytest.raises(ValueError, match=words):
             attached(nn.Sequential(layer))
+
+    @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+    def test_weight_norm_as_a_hook(self):
+        layer = nn.utils.weight_norm(nn.Linear(3, 3))
+        with pytest.raises(ValueError, match=r"layer '0' \(Linear\).*\(WeightNorm\).*remove_weight_norm, or freeze"):
+            attached(nn.Sequential(layer))
+        layer.requires_grad_(False)
+        attached(nn.Sequential(layer, nn.Linear(3, 2)))
+
+    @pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
+    def test_lists_of_parameters(self, kind):
+        class Owner(nn.Module):
+            def __init__(self, **own):
+                super().__init__()
+                weight = nn.Parameter(torch.randn(4, 4))
+                self.weights = kind([weight] if kind is nn.ParameterList else {"a": weight})
+                for name, value in own.items():
+                    setattr(self, name, value)
+
+            def forward(self, x):
+                return x @ next(iter(self.weights.parameters()))
+
+        with pytest.raises(ValueError, match=rf"parameters of 'weights' \({kind.__name__}\).*self\.w0 = nn\.Parameter"):
+            attached(Owner())
+        beside = Owner(own=nn.Parameter(torch.zeros(1)))  # the generic rule covers the list of a module with parameters
+        clipped_sum(beside, squares, torch.randn(3, 4))
 
     def test_complex_parameters(self):
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.cfloat))

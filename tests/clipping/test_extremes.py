@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from dpoptim.clipping import clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums, _measured
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct, RowUpdates
@@ -81,6 +83,55 @@ def test_an_example_whose_parts_overflow_is_left_out():
     other = left[1].T @ right[1]
     torch.testing.assert_close(total["w"], other / max(1, norm({"w": other})))
     assert counts.nonfinite == 1
+
+
+LAYERS = {
+    "linear": lambda: (nn.Linear(6, 5), torch.randn(3, 6)),
+    "positions": lambda: (nn.Linear(6, 5), torch.randn(3, 7, 6)),
+    "embedding": lambda: (nn.Embedding(9, 5), torch.randint(9, (3, 6))),
+    "layer norm": lambda: (nn.LayerNorm(6), torch.randn(3, 4, 6)),
+    "convolution": lambda: (nn.Conv1d(3, 4, 3), torch.randn(3, 3, 9)),
+}
+
+
+@pytest.mark.parametrize("length", [1e18, 1e19, 1e20, 1e30, 1e38])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_gradient_whose_square_overflows_adds_nothing(layer, length):
+    """Against one example at a time in float64: the first example has a gradient of this norm, which is finite."""
+    torch.manual_seed(0)
+    model, x = LAYERS[layer]()
+    wide = copy.deepcopy(model).double()
+    each = [wide(row if row.dtype == torch.long else row.double()).flatten(1).sum(1) for row in x.split(1)]
+    grads = [
+        dict(zip(wide.state_dict(), torch.autograd.grad(loss, list(wide.parameters())), strict=True)) for loss in each
+    ]
+    factors = torch.tensor([length / norm(grads[0]), 1.0, 1e-2])
+    weights = [min(1.0, 1 / (float(factor) * norm(grad))) * factor for factor, grad in zip(factors, grads, strict=True)]
+    sums, norms = clipped_sum(model, lambda m, x: m(x).flatten(1).sum(1) * factors, x)
+    if length > 1.8e19:
+        weights[0] = torch.tensor(0.0)
+        assert norms[0] == math.inf
+    for name, total in sums.items():
+        expected = sum(float(weight) * grad[name] for weight, grad in zip(weights, grads, strict=True))
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.3, 1.1, 1e3])
+def test_the_smallest_clip_norm_bounds_a_gradient_spread_over_many_elements(size):
+    elements = 10**6
+    gradient = torch.full((1, elements), size * 1e-12 / math.sqrt(elements))
+    sums = ClippedSums(Parameters(w=(elements,)), clip_norm=1e-12)
+    with torch.no_grad():
+        sums._add(
+            PhysicalBatch(gradients={"w": ParameterGradients(torch.Size([elements]), dense=gradient)}, examples=1)
+        )
+    assert norm(sums.take()[0]) == pytest.approx(min(size, 1.0) * 1e-12, rel=1e-4)
+
+
+def test_smaller_clip_norms_are_refused():
+    """At 1e-21, squares vanish in float32 and gradients would go unclipped."""
+    with pytest.raises(ValueError, match="Expected clip_norm >= 1e-12"):
+        ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-21)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])

@@ -62,7 +62,22 @@ def test_extreme_targets():
         assert target - tolerance(target) <= achieved <= target
     assert calibrate(run, epsilon=math.inf, delta=1e-6) == 0.0
     with pytest.raises(ValueError, match="smaller epsilon"):
-        calibrate(poisson(0.9, 1), epsilon=1e9, delta=0.5)
+        calibrate(poisson(0.4, 1), epsilon=1.0, delta=0.5)
+
+
+@pytest.mark.parametrize("target", [501.0, 1e3, 1e6])
+@pytest.mark.parametrize("run", [poisson(0.1, 30), poisson(0.01, 1000, Adjacency.REPLACE), SLOW_RUNS[1]], ids=repr)
+def test_sampled_targets_beyond_float64_are_refused_at_once(run, target, monkeypatch):
+    monkeypatch.setattr(accounting, "epsilon", lambda *args, **named: pytest.fail("a search began"))
+    with pytest.raises(ValueError, match=r"> 500 .*smaller epsilon, Shuffled\(\) sampling"):
+        calibrate(run, epsilon=target, delta=1e-7)
+
+
+@pytest.mark.parametrize("target", [50.0, 300.0, 500.0])
+def test_large_targets_are_met(target):
+    for run in (poisson(0.1, 30), GaussianRun(sensitivity=3.0)):
+        achieved = accounting.epsilon(run, noise_multiplier=calibrate(run, epsilon=target, delta=1e-7), delta=1e-7)
+        assert target - 1e-4 <= achieved <= target
 
 
 @pytest.mark.parametrize(("target", "delta"), [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (1.0, 0.0), (1.0, 1.0)])

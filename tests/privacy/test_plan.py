@@ -166,7 +166,7 @@ def test_combinations_without_a_proof_are_refused(changes, match):
         ("num_examples", [0, -1, 1.5, True, "9", None, math.nan]),
         ("batch_size", [0, 2.0, True, 1001]),
         ("steps", [0, -3, False, 1.0]),
-        ("clip_norm", [0.0, -1.0, math.nan, True, "1", math.inf, None]),
+        ("clip_norm", [0.0, -1.0, 9e-13, math.nan, True, "1", math.inf, None]),
         ("noise_multiplier", [-0.1, math.nan, math.inf, True, "1"]),
         ("delta", [0.0, 1.0, -1e-6, math.nan, True, "small"]),
         ("sampling", [Shuffled, None, "poisson"]),

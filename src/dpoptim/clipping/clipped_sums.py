@@ -1,9 +1,10 @@
 """Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
 
 Guarantee: each example adds a vector v with ‖scale ⊙ v‖ ≤ clip_norm, up to the rounding of the sum. An example whose
-gradient is not finite adds nothing. In the scaled norm, the sum therefore changes by at most clip_norm under zero-out
-or add-remove adjacency, and by at most 2·clip_norm when one example replaces another. The scale enters the norm only:
-dividing the noise by it equals scaling, adding noise and unscaling.
+gradient is not finite, or has a norm above 1.8e19 whose square overflows float32, adds nothing. In the scaled norm, the
+sum therefore changes by at most clip_norm under zero-out or add-remove adjacency, and by at most 2·clip_norm when one
+example replaces another. The scale enters the norm only: dividing the noise by it equals scaling, adding noise and
+unscaling.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpoptim.arguments import check_number
+from dpoptim.arguments import check_clip_norm
 from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.data.shards import Shards, own_part
@@ -55,7 +56,7 @@ class ClippedSums:
         allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
         shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
     ) -> None:
-        check_number("clip_norm", clip_norm, above=0, infinity=True)
+        check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
         self.scale: Scale = None

@@ -17,6 +17,7 @@ from dpoptim.privacy.accounting import GaussianRun, Run, SampledRun, gaussian_no
 _COARSE_RESOLUTION = 6.0
 _SMALLEST_MULTIPLIER = 1e-3
 _LARGEST_MULTIPLIER = 1e9
+_LARGEST_SAMPLED_EPSILON = 500.0
 
 
 def tolerance(epsilon: float) -> float:
@@ -29,7 +30,8 @@ def calibrate(run: Run, *, epsilon: float, delta: float) -> float:
 
     A `GaussianRun` has a closed form. Otherwise the search brackets the root of ln ε(σ) in ln σ on a coarse grid of
     privacy losses and finishes on the fine one. Results are cached on disk. ε = ∞ gives 0. A target that σ < 1e-3
-    already meets, or that no finite σ meets, is refused.
+    already meets, or that no finite σ meets, is refused. With secret sampling, so is ε > 500: e^−ε must not vanish
+    in float64, or the accountant rounds ε up to its grid.
 
     Guarantee: `accounting.epsilon` at the result never exceeds `epsilon`. A cached result is checked by computing ε.
     """
@@ -39,6 +41,11 @@ def calibrate(run: Run, *, epsilon: float, delta: float) -> float:
         return 0.0
     if isinstance(run, GaussianRun):
         return _gaussian(run, epsilon, delta)
+    if epsilon > _LARGEST_SAMPLED_EPSILON:
+        raise ValueError(
+            f"epsilon={epsilon!r} > {_LARGEST_SAMPLED_EPSILON:g} cannot be accounted for with secret sampling, "
+            "and protects nobody. Use a smaller epsilon, Shuffled() sampling, or epsilon=inf for no noise."
+        )
 
     def fine(multiplier: float) -> float:
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.arguments import check_at_most, check_delta, check_number, set_whole
+from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
 from dpoptim.privacy import accounting, calibration, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
@@ -72,7 +72,7 @@ class PrivacyPlan:
         check_at_most(
             "batch_size", self.batch_size, "num_examples", self.num_examples, hint="Use a smaller batch_size."
         )
-        check_number("clip_norm", self.clip_norm, above=0.0, infinity=True)
+        check_clip_norm(self.clip_norm)
         if self.noise_multiplier is not None:
             check_number("noise_multiplier", self.noise_multiplier, low=0.0)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:

@@ -210,16 +210,20 @@ def _begin(handle: int, header: RunHeader, path: Path) -> tuple[int, list[bytes]
 def _resume(header: RunHeader, path: Path, step: int) -> tuple[int, list[bytes]]:
     """Compare the header and the number of steps; return where the steps begin, and their digests."""
     then, start, digests = read_ledger(path)
-    now = header.to_dict()
-    for name, words in _FIELDS.items():
-        if then[name] != now[name]:
-            raise ValueError(f"{_difference(words, then[name], now[name])}. Undo the change, {_OTHERWISE}.")
+    check_unchanged(then, header.to_dict())
     if step > len(digests):
         raise ValueError(
             f"{path} records {len(digests)} steps, but the checkpoint is of step {step}. Restore the newest ledger of "
             f"the run, {_OTHERWISE}."
         )
     return start, digests
+
+
+def check_unchanged(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a run whose header has changed; `now` may have some of its fields only."""
+    for name, words in _FIELDS.items():
+        if name in now and then[name] != now[name]:
+            raise ValueError(f"{_difference(words, then[name], now[name])}. Undo the change, {_OTHERWISE}.")
 
 
 def _difference(words: str, then: Any, now: Any) -> str:
@@ -239,7 +243,7 @@ def read_ledger(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
     first, *digests = whole[: whole.rfind(b"\n") + 1].splitlines() or [b""]
     try:
         header = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     is_complete = all(len(digest) == _LINE - 1 for digest in digests)
     if not (isinstance(header, dict) and header.keys() == _FIELDS.keys() and is_complete):
@@ -248,5 +252,9 @@ def read_ledger(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
 
 
 def _write(handle: int, line: bytes, path: Path) -> None:
-    if os.write(handle, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    try:
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -293,7 +293,7 @@ def test_probe_measures_gradients(capsys, bert, public_texts, advise_once):
         (["--steps", "0"], "Expected steps to be a whole number >= 1, got 0"),
         (["--epsilon", "inf"], "Expected --epsilon > 0, got inf"),
         (["--delta", "2"], "Expected --delta > 0 and < 1, got 2.0"),
-        (["--clip-norm", "0"], "Expected clip_norm > 0"),
+        (["--clip-norm", "0"], "Expected clip_norm >= 1e-12"),
         (["--steps", "1e6", "--num-examples", "1e8"], "Expected steps <= the limit, got 1000000 > 100000"),
         (["--text-column", "text"], "--text-column needs --probe"),
         (["--betas", "0.9", "1"], "Expected beta2 >= 0 and < 1, got 1.0"),

@@ -63,10 +63,17 @@ def test_adjacencies_are_written_with_hyphens(capsys):
     assert "invalid choice: 'zero_out' (choose from" in capsys.readouterr().err
 
 
-def test_unknown_command_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["tran"])
-    assert "invalid choice: 'tran'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("trian", "did you mean train?"),
+        ("adivse", "did you mean advise?"),
+        ("x", "the commands are train, plan, advise, compare, report, audit"),
+    ],
+)
+def test_unknown_command_suggests_the_closest(given, hint, capsys):
+    assert main([given, "--epsilon", "1"]) == 2
+    assert capsys.readouterr().err == f"dpoptim: there is no command {given!r}; {hint}\n"
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         plan = PrivacyPlan.from_dict(values.get("plan", values))
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"RUN {path} is not a plan ({type(error).__name__}); write one with json.dumps(plan.to_dict())"
         ) from None

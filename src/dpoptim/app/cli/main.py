@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 
 from dpoptim.app.cli.options import OneLineParser, explain_unknown, print_error
 from dpoptim.version import __version__
@@ -29,9 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser, commands = command_line([word for word in given if not word.startswith("-")][:1])
+    words = [word for word in given if not word.startswith("-")][:1]
+    parser, commands = command_line(words)
     if not given:
         parser.print_help(sys.stderr)
+        return 2
+    if words and words[0] not in COMMANDS:
+        near = get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        print_error(f"dpoptim: there is no command {words[0]!r}; {hint}")
         return 2
     chosen, unknown = parser.parse_known_args(given)
     if unknown:

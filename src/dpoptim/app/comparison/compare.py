@@ -28,7 +28,7 @@ from dpoptim.app.recipes.defaults import plan_of
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints
-from dpoptim.app.runs.run_log import DIVERGED, Diverged, RunHistory, last_reason
+from dpoptim.app.runs.run_log import DIVERGED, Diverged, RunHistory, last_reason, parsed
 from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of, shared_count
 from dpoptim.data.processes import check_alone
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -134,7 +134,7 @@ def _base_recipe(request: Request, folder: Path, progress: ProgressReporter) -> 
     file = folder / "request.json"
     asked = plain(request.asked())
     if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parsed(file, json.loads)
         for name in sorted(asked.keys() | found["asked"].keys()):
             now, earlier = asked.get(name), found["asked"].get(name)
             if now != earlier:

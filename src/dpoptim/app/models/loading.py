@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -192,7 +193,8 @@ def _adapter(name: str) -> dict[str, Any] | None:
     file = Path(name) / _ADAPTER
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    with _loading("model", name):
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if not found.get("base_model_name_or_path"):
         raise ValueError(f"{file} does not name the base model of these LoRA factors; give a whole model")
     return found
@@ -235,6 +237,9 @@ def _loading(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        missing = "does not exist: it is not a folder here, and the Hugging Face hub did not provide it"
-        problem = "cannot be loaded" if Path(name).is_dir() else missing
+        problem = "cannot be loaded"
+        if not Path(name).is_dir():
+            is_hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)  # which may exist even if the hub was not reached
+            missing = "cannot be loaded: it" if is_hub_name else "does not exist: it"
+            problem = f"{missing} is not a folder here, and the Hugging Face hub did not provide it"
         raise ValueError(f"{what}={name!r} {problem} ({first_line(error)})") from error

@@ -284,7 +284,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"recipe {str(path)!r} does not exist or cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}") from None
 
 

@@ -28,17 +28,25 @@ from dpoptim.app.recipes.defaults import smaller_micro_batch
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
-from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
+from dpoptim.app.runs.run_directory import (
+    RunDirectory,
+    checkpoints,
+    load_checkpoint,
+    load_newest,
+    save_checkpoint,
+    step_of,
+)
 from dpoptim.app.runs.run_log import Diverged, RunHistory, RunLog, cut_log, ending_by, last_reason
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.run_identity import recipe_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim.out_of_memory import RUNNING, add_advice, advising, is_out_of_memory
 from dpoptim.privacy.statement import headline
-from dpoptim.privacy.step_ledger import released_count
+from dpoptim.privacy.step_ledger import check_unchanged, read_ledger, released_count
 from dpoptim.version import __version__
 
 
@@ -104,7 +112,8 @@ def resume(
         progress: Shows the run. Defaults to silence.
 
     Returns:
-        The summary. A finished run returns it at once and needs no key.
+        The summary. A finished run returns it at once and needs no key; if the step ledger is still there, recipe and
+        plan are compared with it.
 
     Raises:
         ValueError: The folder is not a run directory, its records or settings have changed, or a repeated step would
@@ -116,7 +125,12 @@ def resume(
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished":
-        return _summary(place)
+        summary = _summary(place)
+        with contextlib.suppress(FileNotFoundError):  # a run that was passed on has no ledger
+            settings = recipe_settings(read_recipe(place.recipe_file).to_dict())
+            now = {"plan": place.read_plan().to_dict(), "settings": settings}
+            check_unchanged(read_ledger(place.steps_file)[0], json.loads(json.dumps(now)))
+        return summary
     recipe, plan, key = place.read()
     with progress:
         limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
@@ -154,13 +168,14 @@ def _follow(setup: RunSetup, key: NoiseKey, processes: Processes) -> dict[str, A
 
 
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
-    found = checkpoints(place.checkpoints)
+    newest = load_newest(place.checkpoints, progress.message)
     progress.stage("taking digests of the records")
     with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
-        Processes.current().from_first(str(found[-1].resolve()) if found else None)
-        if found:
-            loop.load_state_dict(load_checkpoint(found[-1]))
-        step = loop.step if found else None
+        Processes.current().from_first(None if newest is None else str(newest[0].resolve()))
+        if newest is not None:
+            loop.load_state_dict(newest[1])
+        step = None if newest is None else loop.step
+        del newest  # its memory
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
             if step is not None:
                 cut_log(place.log_file, step)
@@ -362,7 +377,7 @@ def load_trained(directory: str | Path) -> nn.Module:
     Its tokenizer is `load_tokenizer(directory / "model")`. Its labels, in order, are the recipe's `label_names`.
 
     Raises:
-        ValueError: The folder is not a run directory, or the run has not finished.
+        ValueError: The folder is not a run directory, the run has not finished, or a file is broken.
     """
     place = RunDirectory(Path(directory).expanduser())
     place.check_is_run()
@@ -372,7 +387,11 @@ def load_trained(directory: str | Path) -> nn.Module:
     task, names = Task(recipe.task), recipe.label_names
     if recipe.model not in BUILT_IN:
         return load_model(task, place.model, label_names=names).eval()
-    state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
-    model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
-    model.load_state_dict(state)
+    file = place.model / "model.pt"
+    try:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
+        model.load_state_dict(state)
+    except Exception as error:  # torch raises errors of many types for files that are not its own
+        raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from error
     return model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.app.runs.run_log import parsed, plan_and_epsilon
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
@@ -96,7 +98,8 @@ class RunDirectory:
 
     def read_plan(self) -> PrivacyPlan:
         """The run's plan."""
-        return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
+        plan, _ = parsed(self.plan_file, plan_and_epsilon)
+        return plan
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
@@ -130,7 +133,35 @@ def step_of(path: Path) -> int:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
+    file = path / "state.pt"
     try:
-        return dict(torch.load(path / "state.pt", map_location="cpu", weights_only=True))
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({first_line(error)}). Remove it.") from error
+        state = dict(torch.load(file, map_location="cpu", weights_only=True))
+        if not state.keys() >= {"step", "model", "optimizer", "loader"}:
+            raise ValueError("it is not a checkpoint")
+        return state
+    except Exception as error:  # torch raises errors of many types for files that are not its own
+        raise ValueError(f"{file} cannot be read ({first_line(error)}). Restore the original.") from error
+
+
+def load_newest(folder: Path, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that can be read, and its state; None if there are no checkpoints.
+
+    Newer ones that cannot be read are renamed to unreadable-step-000100. The step ledger checks the steps that are then
+    repeated.
+    """
+    found = checkpoints(folder)
+    broken: list[Path] = []
+    while found:
+        path = found.pop()
+        try:
+            state = load_checkpoint(path)
+        except ValueError as error:
+            if not found:
+                raise
+            note(f"{error} Resuming from {found[-1].name} instead.")
+            broken.append(path)
+            continue
+        for newer in broken:
+            newer.rename(newer.with_name(f"unreadable-{newer.name}"))
+        return path, state
+    return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.files import write_text
+from dpoptim.app.files import naming, write_text
 from dpoptim.app.format import plain
 from dpoptim.integrations.optional import first_line
 from dpoptim.privacy import PrivacyPlan
@@ -46,7 +46,7 @@ class RunLog:
         if kind in ("start", "end"):  # the times of steps would reveal the sizes of their batches
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
         if self._writer is not None:
             self._mirror(entry)
@@ -189,7 +189,7 @@ def parsed(file: Path, parse: Callable[[str], Any]) -> Any:
     """The content of a run's file; a ValueError names a file that is missing or broken."""
     try:
         return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from None
 
 

@@ -103,6 +103,11 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         if rule is None:  # the generic rule runs everything inside the module
             if all(id(parameter) in ruled for parameter in own):
                 continue  # its parameters belong to other layers too, as the decoder bias of a masked-LM head does
+            if isinstance(module, nn.ParameterList | nn.ParameterDict):  # has no forward
+                raise ValueError(
+                    f"the parameters of '{name}' ({type(module).__name__}) are used outside of it, where no rule sees "
+                    "their gradients. Register each on the module that uses it, as self.w0 = nn.Parameter(...)"
+                )
             if fsdp_modules(module):  # whose hooks would run for each example
                 raise ValueError(
                     f"layer '{name}' ({type(module).__name__}) has no specific rule, and FSDP shards it by itself. "
