@@ -129,9 +129,9 @@ def test_the_smallest_clip_norm_bounds_a_gradient_spread_over_many_elements(size
 
 
 def test_smaller_clip_norms_are_refused():
-    """At 1e-21, squares vanish in float32 and gradients would go unclipped."""
+    """At 1e-24, squares vanish in float32 and gradients would go unclipped."""
     with pytest.raises(ValueError, match="Expected clip_norm >= 1e-12"):
-        ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-21)
+        ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-24)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
