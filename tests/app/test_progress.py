@@ -23,14 +23,14 @@ def test_mean_times_do_not_reveal_single_steps(over):
         assert values[0] == pytest.approx(sum(seconds[block * size : (block + 1) * size]) / size, rel=0.05)
 
 
-def shown(*, terminal: bool, brief: bool = False) -> str:
+def shown(*, terminal: bool, brief: bool = False, whole_run: bool = False) -> str:
     """What a short run prints."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=200)
     with ProgressReporter(console, brief=brief) as reporter:
         reporter.note("note: few records")
         reporter.stage("reading the records")
-        reporter.begin(step=0, steps=2, batch_size=10, whole_run=False)
+        reporter.begin(step=0, steps=2, batch_size=10, whole_run=whole_run)
         reporter.evaluation({"step": 0, "loss": 2.0})
         for step in (1, 2):
             reporter.step(step=step, epsilon=1.5, seconds=0.5)
@@ -52,10 +52,17 @@ def test_log_prints_evaluations():
     assert shown(terminal=False, brief=True) == "done\n"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_epsilon_that_never_changes_is_not_repeated(terminal):
+    text = shown(terminal=terminal, whole_run=True)
+    assert "1.5000" not in text
+    assert "; 20 examples/s, " in text or "20 examples/s; held-out" in text
+
+
 def test_terminal_shows_a_bar():
     text = shown(terminal=True)
     assert "2/2" in text
-    assert "ε 1.5000 so far, 20 examples/s" in text
+    assert "ε 1.5000 so far; 20 examples/s" in text
     assert "note: few records" in text
 
 
@@ -94,4 +101,4 @@ def test_a_narrow_terminal_shows_the_step():
         reporter.evaluation({"step": 60, "loss": 3.567, "perplexity": 34.64})
         reporter.step(step=60, epsilon=8.0, seconds=0.1)
     assert "60/200" in file.getvalue()
-    assert "ε 8.0000" in file.getvalue()
+    assert "100 examples/s" in file.getvalue()

@@ -31,11 +31,11 @@ class ProgressReporter:
         self._bar: Progress | None = None
         self._timer: threading.Timer | None = None
         self._printed = time.monotonic()
-        self._steps, self._batch_size, self._so_far = 0, 0, "so far"
-        self._spent = self._scores = self._loss = ""
+        self._steps, self._batch_size, self._whole_run = 0, 0, False
+        self._spent = self._rate = self._scores = self._loss = ""
 
     def __enter__(self) -> Self:
-        self._spent = self._scores = self._loss = ""
+        self._spent = self._rate = self._scores = self._loss = ""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,9 +67,9 @@ class ProgressReporter:
             self._timer.start()
 
     def begin(self, *, step: int, steps: int, batch_size: int, whole_run: bool) -> None:
-        """Start training after `step` of `steps`; `whole_run` says that ε is the whole run's from the first step."""
+        """Start training after `step` of `steps`; with `whole_run`, ε never changes and is not shown."""
         self._end_stage()
-        self._steps, self._batch_size, self._so_far = steps, batch_size, "for the whole run" if whole_run else "so far"
+        self._steps, self._batch_size, self._whole_run = steps, batch_size, whole_run
         if self._status is not None:
             # In a narrow terminal only the description is cut.
             rest = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
@@ -80,10 +80,11 @@ class ProgressReporter:
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         """A step is done: ε so far, and the seconds per step (0 if unknown)."""
-        rate = f", {self._batch_size / seconds:.0f} examples/s" if seconds else ""
-        self._spent = f"{format_epsilon(epsilon)} {self._so_far}{rate}"
+        self._rate = f"{self._batch_size / seconds:.0f} examples/s" if seconds else ""
+        self._spent = "" if self._whole_run else f"epsilon {format_epsilon(epsilon)} so far"
         if self._bar is not None:
-            text = "; ".join(filter(None, (f"ε {self._spent}", self._scores, self._loss)))
+            spent = self._spent.replace("epsilon", "ε")
+            text = "; ".join(filter(None, (spent, self._rate, self._scores, self._loss)))
             self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         elif self._logs and time.monotonic() - self._printed >= SILENCE:
             self._line(step)
@@ -99,9 +100,8 @@ class ProgressReporter:
             self._line(entry["step"], f": {self._scores}")
 
     def _line(self, step: int, scores: str = "") -> None:
-        spent = f"; epsilon {self._spent}" if step else ""
-        loss = f", {self._loss}" if self._loss else ""
-        self.message(f"step {step}/{self._steps}{scores}{spent}{loss}")
+        rest = ", ".join(filter(None, (self._spent, self._rate, self._loss)))
+        self.message(f"step {step}/{self._steps}{scores}{f'; {rest}' if step and rest else ''}")
 
     def _end_stage(self) -> None:
         if self._status is not None:

@@ -1,5 +1,6 @@
 """Everything that the guarantee depends on: sampling, releases, accounting, the plan and its statement."""
 
+from dpoptim.outlook import Outlook
 from dpoptim.privacy.accounting import (
     GaussianRun,
     PoissonRun,
@@ -38,6 +39,7 @@ __all__ = [
     "JointMoments",
     "NoiseStddevs",
     "NoiselessSquare",
+    "Outlook",
     "Poisson",
     "PoissonRun",
     "PrivacyPlan",

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, set_whole
-from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
+from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, check_whole, set_whole
+from dpoptim.noise import Banded, BandedToeplitz, Independent, PrefixSums, Strategy, StrategySpec
+from dpoptim.outlook import Outlook
 from dpoptim.privacy import accounting, calibration, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
@@ -259,6 +260,20 @@ class PrivacyPlan:
         """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
         multiplier = self._known_multiplier()
         return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
+
+    def outlook(self, *, parameters: int) -> Outlook:
+        """Return whether this noise leaves a signal to train `parameters` parameters; uses no data.
+
+        >>> plan = PrivacyPlan(num_examples=10_000, batch_size=32, steps=1000, noise_multiplier=1.0)
+        >>> plan.outlook(parameters=124_000_000).verdict
+        'hopeless'
+        """
+        parameters = check_whole("parameters", parameters, low=1)
+        unit = self.noise_stddevs().gradient_sum / self.clip_norm / self.batch_size * math.sqrt(parameters)
+        last = self.strategy.column_norm * math.sqrt(self.strategy.squared_errors(PrefixSums())[-1])
+        return Outlook(
+            parameters=parameters, steps=self.steps, step_noise=unit, noise_to_signal=unit * last / self.steps
+        )
 
     def statement(self, delta: float | None = None) -> str:
         """Return the privacy statement for an auditor: the guarantee, its proof and its assumptions."""

@@ -72,7 +72,14 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     text = capsys.readouterr().out
     assert text.startswith("Differentially private: epsilon = 4.0000")
     assert len(text.splitlines()) <= 25
-    for words in ("multiplier", "memory     about", "parameters 35.6 kB", "s per step", "--verbose"):
+    for words in (
+        "multiplier",
+        "outlook    hopeless: the noise",
+        "memory     about",
+        "parameters 35.6 kB",
+        "s per step",
+        "--verbose",
+    ):
         assert words in text
     assert main([*base, "--dry-run", "--verbose", "--validation-fraction", "0"]) == 0
     printed = capsys.readouterr()
@@ -84,6 +91,7 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     found = json.loads(capsys.readouterr().out)
     assert found["epsilon"] <= 4.0
     assert found["recipe"]["batch_size"] == 16
+    assert found["noise_to_signal"] > 1
     estimate = found["estimate"]
     assert estimate["parameter_bytes"] == 4 * 8898
     assert estimate["optimizer_bytes"] == 3 * 4 * 8898, "two moments and a scale"

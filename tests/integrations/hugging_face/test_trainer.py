@@ -279,6 +279,16 @@ def test_a_given_plan_and_optimizer(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("multiplier", "verdict"), [(30.0, "hopeless"), (1e-3, None)])
+def test_a_hopeless_run_says_so_before_it_starts(tmp_path, multiplier, verdict):
+    trainer = class_trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=multiplier, delta=1e-3), max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    found = [str(w.message) for w in caught if str(w.message).startswith("outlook")]
+    assert [line.split(":")[0] for line in found] == ([f"outlook {verdict}"] if verdict else [])
+
+
 def test_a_given_plan(tmp_path):
     plan = dpoptim.PrivacyPlan(num_examples=24, batch_size=8, steps=3, noise_multiplier=1.0, delta=1e-3)
     args = training_args(tmp_path, max_steps=-1)

@@ -145,6 +145,7 @@ def _estimate_values(setup: RunSetup, found: Estimate) -> dict[str, Any]:
         "rmse": Candidate(plan=plan, parameters=setup.trained_parameters).rmse_mean,
         "trained_parameters": setup.trained_parameters,
         "validation_examples": _held_out(setup),
+        "noise_to_signal": plan.outlook(parameters=setup.trained_parameters).noise_to_signal,
         "estimate": dataclasses.asdict(found),
     }
 
@@ -162,6 +163,7 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
         f"{recipe.learning_rate:g}",
         f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
         f"{recipe.adjacency.replace('_', '-')} adjacency",
+        f"outlook    {plan.outlook(parameters=setup.trained_parameters)}",
         f"time       about {duration(found.run_seconds)} on {setup.device} in {recipe.dtype}, "
         f"{found.step_seconds:.3g} s per step (measured on random examples, without evaluations)",
         f"memory     about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "

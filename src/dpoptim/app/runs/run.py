@@ -80,7 +80,9 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         key = processes.shared_key(None)
         if processes.rank > 0:
             return _follow(setup, key, processes)
-        for line in setup.messages:
+        outlook = setup.plan.outlook(parameters=setup.trained_parameters)
+        worries = [] if outlook.verdict == "good" else [f"note: outlook {outlook}"]
+        for line in [*setup.messages, *worries]:
             progress.note(line)
         place.create(setup.recipe, setup.plan, key)
         try:

@@ -371,6 +371,7 @@ class PrivateTrainer(transformers.Trainer):
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         if resume_from_checkpoint and uses_fsdp2(self.accelerator):
             self._load_before_sharding(str(resume_from_checkpoint))
+        self._warn_of_noise()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -382,6 +383,13 @@ class PrivateTrainer(transformers.Trainer):
                 self.private_optimizer.detach()
                 if not ready and self.private_optimizer.mechanism.step == 0:  # train() may be called again
                     self.optimizer = self.private_optimizer = self._secrets = self._captured = None
+
+    def _warn_of_noise(self) -> None:
+        """Say before the first step if the noise leaves little to learn from."""
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        outlook = self.plan.outlook(parameters=trained)
+        if outlook.verdict != "good" and self.is_world_process_zero():
+            warnings.warn(f"outlook {outlook}", stacklevel=3)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: each trial would spend its own ε."""

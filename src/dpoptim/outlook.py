@@ -1,0 +1,52 @@
+"""Whether a plan can train at all, from public numbers alone: its noise beside the largest possible signal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GOOD, HOPELESS = 0.5, 1.0  # noise-to-signal ratios; benchmarks/outlook.py shows what they cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The noise of a plan beside its largest possible signal: all gradients at the clip norm, in one direction.
+
+    Attributes:
+        parameters: How many parameters are trained.
+        steps: The steps of the plan.
+        step_noise: The norm of the noise in one step, over the clip norm: noise_multiplier·√parameters/batch_size if
+            noise is independent.
+        noise_to_signal: The same for the sum of all steps. Independent noise adds up to √steps times that of one step,
+            the signal to at most `steps` times.
+    """
+
+    parameters: int
+    steps: int
+    step_noise: float
+    noise_to_signal: float
+
+    @property
+    def verdict(self) -> str:
+        """good, poor or hopeless."""
+        if self.noise_to_signal >= HOPELESS:
+            return "hopeless"
+        return "good" if self.noise_to_signal <= GOOD else "poor"
+
+    def __str__(self) -> str:
+        """One line, and what would help if the outlook is not good.
+
+        >>> print(Outlook(parameters=10**6, steps=100, step_noise=1.0, noise_to_signal=0.1))
+        good: the noise of the whole run is 0.1 times the largest possible signal
+        """
+        if not self.noise_to_signal:
+            return "good: no noise is added"
+        ratio = f"{self.noise_to_signal:.2g} times the largest possible signal"
+        found = f"{self.verdict}: the noise of the whole run is {ratio}"
+        if self.verdict == "good":
+            return found
+        less = self.noise_to_signal / GOOD
+        fewer = max(1, int(self.parameters / less**2))
+        return (
+            f"{found} (good is {GOOD:g} or less). A batch {less:.2g} times as large would help, or at most {fewer:,} "
+            "trained parameters (LoRA, frozen layers), or a larger epsilon"
+        )
