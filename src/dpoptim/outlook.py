@@ -13,16 +13,11 @@ class Outlook:
 
     Attributes:
         parameters: How many parameters are trained.
-        steps: The steps of the plan.
-        step_noise: The norm of the noise in one step, over the clip norm: noise_multiplier·√parameters/batch_size if
-            noise is independent.
-        noise_to_signal: The same for the sum of all steps. Independent noise adds up to √steps times that of one step,
-            the signal to at most `steps` times.
+        noise_to_signal: The norm of the noise in the sum of all steps, over that of the signal. For independent noise
+            this is noise_multiplier·√parameters/(batch_size·√steps).
     """
 
     parameters: int
-    steps: int
-    step_noise: float
     noise_to_signal: float
 
     @property
@@ -35,7 +30,7 @@ class Outlook:
     def __str__(self) -> str:
         """One line, and what would help if the outlook is not good.
 
-        >>> print(Outlook(parameters=10**6, steps=100, step_noise=1.0, noise_to_signal=0.1))
+        >>> print(Outlook(parameters=10**6, noise_to_signal=0.1))
         good: the noise of the whole run is 0.1 times the largest possible signal
         """
         if not self.noise_to_signal:
@@ -47,6 +42,6 @@ class Outlook:
         less = self.noise_to_signal / GOOD
         fewer = max(1, int(self.parameters / less**2))
         return (
-            f"{found} (good is {GOOD:g} or less). A batch {less:.2g} times as large would help, or at most {fewer:,} "
-            "trained parameters (LoRA, frozen layers), or a larger epsilon"
+            f"{found} (good is {GOOD:g} or less). Good needs {less:.2g} times less noise, by a larger batch, epsilon "
+            f"or dataset, or at most {fewer:,} trained parameters (LoRA, frozen layers)"
         )

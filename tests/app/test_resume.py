@@ -152,6 +152,8 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(how, tmp_path, one_key
     ledger = RunDirectory(tmp_path / "parts").steps_file
     before, folder = ledger.read_bytes(), tmp_path / "parts" / "checkpoints"
     BROKEN[how](folder / "step-000010" / "state.pt")
+    (folder / "unreadable-step-000010").mkdir()  # as if it had happened before
+    (folder / "unreadable-step-000010" / "state.pt").touch()
     progress = Messages()
     assert resume(tmp_path / "parts", progress=progress)["reason"] == "finished"
     (line,) = progress.lines
@@ -161,6 +163,18 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(how, tmp_path, one_key
     assert ledger.read_bytes().startswith(before)
     assert same(parameters_at(tmp_path / "whole", 20), parameters_at(tmp_path / "parts", 20))
     assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+
+
+def test_with_a_broken_checkpoint_the_micro_batch_cannot_change(tmp_path):
+    """Steps 6 to 10 are repeated, so their sums must keep their rounding."""
+    train(rows_recipe(tmp_path, checkpoint_every=5), tmp_path / "run", progress=StopAfter(10))
+    place = RunDirectory(tmp_path / "run")
+    BROKEN["empty"](place.checkpoints / "step-000010" / "state.pt")
+    before = place.recipe_file.read_text()
+    with pytest.raises(ValueError, match="would change the rounding of step 6"):
+        resume(tmp_path / "run", micro_batch_size=3)
+    assert place.recipe_file.read_text() == before
+    assert resume(tmp_path / "run")["reason"] == "finished"
 
 
 def test_a_run_whose_checkpoints_are_all_broken_is_refused(tmp_path):

@@ -269,11 +269,9 @@ class PrivacyPlan:
         'hopeless'
         """
         parameters = check_whole("parameters", parameters, low=1)
-        unit = self.noise_stddevs().gradient_sum / self.clip_norm / self.batch_size * math.sqrt(parameters)
-        last = self.strategy.column_norm * math.sqrt(self.strategy.squared_errors(PrefixSums())[-1])
-        return Outlook(
-            parameters=parameters, steps=self.steps, step_noise=unit, noise_to_signal=unit * last / self.steps
-        )
+        stddev = self.noise_stddevs().gradient_sum / self.clip_norm / self.batch_size * self.strategy.column_norm
+        total = stddev * math.sqrt(self.strategy.squared_errors(PrefixSums())[-1] * parameters)
+        return Outlook(parameters=parameters, noise_to_signal=total / self.steps)
 
     def statement(self, delta: float | None = None) -> str:
         """Return the privacy statement for an auditor: the guarantee, its proof and its assumptions."""

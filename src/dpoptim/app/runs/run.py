@@ -34,6 +34,7 @@ from dpoptim.app.runs.run_directory import (
     load_checkpoint,
     load_newest,
     save_checkpoint,
+    set_aside_newer,
     step_of,
 )
 from dpoptim.app.runs.run_log import Diverged, RunHistory, RunLog, cut_log, ending_by, last_reason
@@ -138,7 +139,9 @@ def resume(
         limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         if changes := {name: limit for name, limit in limits.items() if limit is not None}:
             recipe = recipe.replace(**changes)
-            saved = max(map(step_of, checkpoints(place.checkpoints)), default=0)
+            newest = load_newest(place.checkpoints, lambda text: None)
+            saved = 0 if newest is None else step_of(newest[0])
+            del newest  # its memory
             released = released_count(place.steps_file)
             if released > saved:
                 name, value = next(iter(changes.items()))
@@ -181,6 +184,7 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
             if step is not None:
                 cut_log(place.log_file, step)
+                set_aside_newer(place.checkpoints, step)
             tensorboard = place.path / "tensorboard" if setup.recipe.report_to == "tensorboard" else None
             log = RunLog(place.log_file, tensorboard=tensorboard)
             with stopping_between_steps() as stop:

@@ -139,29 +139,30 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         if not state.keys() >= {"step", "model", "optimizer", "loader"}:
             raise ValueError("it is not a checkpoint")
         return state
+    except MemoryError:
+        raise
     except Exception as error:  # torch raises errors of many types for files that are not its own
         raise ValueError(f"{file} cannot be read ({first_line(error)}). Restore the original.") from error
 
 
 def load_newest(folder: Path, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that can be read, and its state; None if there are no checkpoints.
-
-    Newer ones that cannot be read are renamed to unreadable-step-000100. The step ledger checks the steps that are then
-    repeated.
-    """
+    """The newest checkpoint that can be read, and its state; None if there are no checkpoints."""
     found = checkpoints(folder)
-    broken: list[Path] = []
     while found:
         path = found.pop()
         try:
-            state = load_checkpoint(path)
+            return path, load_checkpoint(path)
         except ValueError as error:
             if not found:
                 raise
             note(f"{error} Resuming from {found[-1].name} instead.")
-            broken.append(path)
-            continue
-        for newer in broken:
-            newer.rename(newer.with_name(f"unreadable-{newer.name}"))
-        return path, state
     return None
+
+
+def set_aside_newer(folder: Path, step: int) -> None:
+    """Rename checkpoints after `step`, which could not be read, to unreadable-step-000100."""
+    for path in checkpoints(folder):
+        if step_of(path) > step:
+            aside = path.with_name(f"unreadable-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
