@@ -26,9 +26,17 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+if IS_INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def times(total, scale):  # the interpreter cannot run assembly
+        return total * scale.to(tl.float32)
+
+
 def _accept_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
-    import triton.language as tl
     from triton.runtime import interpreter
 
     from dpoptim.kernels import (
@@ -61,6 +69,7 @@ def _accept_cpu_tensors() -> None:
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "processors"): lambda device: 2,
         (outer_triton, "_loadable"): loadable,
+        (outer_triton, "_times"): times,
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
         (adam_triton, "table_of"): table_of,

@@ -99,10 +99,14 @@ class TestKernels:
         scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
         weights = made(examples, seed=3, dtype=torch.float32, device=DEVICE)
         exact = left.double().mT @ right.double()
-        factor = 1.0 if scale is None else scale.double()
+        factor = torch.ones(rows, cols, device=DEVICE) if scale is None else scale
+        if dtype != torch.float32:
+            nearest = factor.bfloat16()
+            factor = torch.where(nearest < factor, nearest.nextafter(torch.full_like(nearest, 9.0)), nearest)
+            assert bool((factor >= (1 if scale is None else scale)).all())
         total = torch.einsum("j,jrc->rc", weights.double(), exact)
         for _ in range(2):
-            close(norms.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
+            close(norms.outer_squares(left, right, scale), (exact * factor.double()).square().sum((1, 2)), 3e-6)
             close(norms.outer_weighted_sum(left, right, weights), total, 3e-6)
         again = norms.outer_squares(left, right, scale)
         assert torch.equal(again, norms.outer_squares(left, right, scale))

@@ -139,8 +139,13 @@ class Captured:
 
     def _check_addresses(self) -> None:
         """Drop all graphs if a parameter or buffer has moved in memory or changed its dtype."""
-        tensors, scale = [*self._engine.model.parameters(), *self._engine.model.buffers()], self._sums.scale
-        addresses: list[Hashable] = [(tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        scale = self._sums.scale
+        addresses: list[Hashable] = [
+            (tensor.data_ptr(), tensor.dtype, tensor.requires_grad)
+            for module in self._engine.modules  # model.parameters() takes 0.5 ms to find them
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
         addresses.append(scale.layout if isinstance(scale, ComputedScale) else None)
         if addresses == self._addresses:
             return

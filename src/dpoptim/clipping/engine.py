@@ -126,7 +126,7 @@ class Engine:
         # Held, so that no other tensor gets their ids: the parameters, and whole ones that FSDP puts in their place.
         self._guarded = [(p, name) for name, p in self._all_parameters if p.requires_grad]
         self.names = {id(p): name for p, name in self._guarded}
-        self._modules = list(model.modules())
+        self.modules = list(model.modules())
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what you want to train")
         self.on_batch = on_batch
@@ -325,7 +325,7 @@ class Engine:
             checked.append(signature)
 
     def _signature(self, arguments: Arguments) -> Any:
-        return [part.training for part in self._modules], arguments.structure, arguments.signature()
+        return [part.training for part in self.modules], arguments.structure, arguments.signature()
 
     def check_losses(self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool) -> CheckedLoss | None:
         """Check that examples do not mix in the model and its loss; return None if the batch cannot show mixing.

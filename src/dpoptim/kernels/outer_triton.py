@@ -7,6 +7,7 @@ run while the last one is reduced. Loads go through tensor descriptors, which fi
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -30,22 +31,45 @@ def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.co
     return total
 
 
+@triton.jit
+def _rounded_up(scale):
+    """The smallest bfloat16 values that are not below the scale, so that no norm is too small."""
+    nearest = scale.to(tl.bfloat16)
+    is_below = nearest.to(tl.float32) < scale
+    return (nearest.to(tl.int16, bitcast=True) + is_below.to(tl.int16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _times(total, scale):
+    """total · scale; without assembly, the compiler keeps float32 copies of the scale, and registers overflow."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 low, high; .reg .f32 a, b;
+        shl.b32 low, $4, 16; and.b32 high, $4, 0xffff0000; mov.b32 a, low; mov.b32 b, high;
+        mul.f32 $0, $2, a; mul.f32 $1, $3, b; }""",
+        "=f,=f,f,f,r", [total, scale], dtype=tl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["examples", "group"])
 def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols, tiles_across, SCALED: tl.constexpr,
-                   BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+                   IS_ROUNDED: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+                   BT: tl.constexpr):  # fmt: skip
     tile, tiles = tl.program_id(0), tl.num_programs(0).to(tl.int64)
     row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
     down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
     if SCALED:
         inside = (down[:, None] < rows) & (across[None, :] < cols)
-        weight = tl.load(scale + down[:, None].to(tl.int64) * cols + across[None, :], mask=inside, other=0.0)
+        factor = tl.load(scale + down[:, None].to(tl.int64) * cols + across[None, :], mask=inside, other=0.0)
+        if IS_ROUNDED:
+            factor = _rounded_up(factor)
     first = tl.program_id(1) * group
     for example in tl.range(first, tl.minimum(first + group, examples), flatten=True):
         total = _product(left, right, example, blocks, row, col, BR, BC, BT)
         if SCALED:
-            total = total * weight
-        # One number for each row of the tile: summing further here would make the warps wait for each other.
-        tl.store(out + (example * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
+            total = _times(total, factor) if IS_ROUNDED else total * factor
+        # One number for the rows of each warp: summing further here would make the warps wait for each other.
+        of_rows = tl.sum(total * total, 1).reshape([BR // (16 * PARTS), PARTS, 16])
+        tl.store(out + (example * tiles + tile) * PARTS + tl.arange(0, PARTS), tl.sum(tl.sum(of_rows, 2), 0))
 
 
 @triton.jit(do_not_specialize=["examples", "share"])
@@ -154,11 +178,12 @@ def _gram_squares(left, right, out, examples, positions, ROWS: tl.constexpr, BT:
 class _Tiles:
     """Two factors as descriptors, and the tiles of their product; the sizes are the fastest on an H200."""
 
-    def __init__(self, left: Tensor, right: Tensor, *, held: bool = True) -> None:
-        dtype = left.dtype if left.dtype == right.dtype else torch.float32
+    def __init__(self, left: Tensor, right: Tensor, sizes: Callable[..., tuple[int, ...]]) -> None:
+        self.dtype = dtype = left.dtype if left.dtype == right.dtype else torch.float32
         left, right = _loadable(left.to(dtype)), _loadable(right.to(dtype))
         (self.examples, positions, self.rows), self.cols = left.shape, right.shape[2]
-        high, wide, self.block, warps, stages, at_once = _sizes(positions, self.rows, self.cols, dtype, held=held)
+        given = (64, 64, 32, 4, 3, 3) if dtype == torch.float32 else sizes(positions, self.rows, self.cols)
+        high, wide, self.block, warps, stages, at_once = given
         self.high = max(16, min(high, next_power_of_2(self.rows)))
         self.wide = max(16, min(wide, next_power_of_2(self.cols)))
         self.blocks = cdiv(positions, self.block)
@@ -171,20 +196,27 @@ class _Tiles:
         self.constants = {"BR": self.high, "BC": self.wide, "BT": self.block}
 
 
-def _sizes(
-    positions: int, rows: int, cols: int, dtype: torch.dtype, *, held: bool
-) -> tuple[int, int, int, int, int, int]:
-    """(rows and columns of a tile, positions per load, warps, stages, programs per processor).
+# (rows and columns of a tile, positions per load, warps, stages, programs per processor). No size changes the order in
+# which a product's positions are added, so norms and sums see the same product.
 
-    No size changes the order in which a product's positions are added, so norms and sums see the same product.
-    """
-    if dtype == torch.float32:
-        return 64, 64, 32, 4, 3, 3
+
+def _sizes_for_squares(positions: int, rows: int, cols: int) -> tuple[int, ...]:
     if positions <= 16:
-        return (64, 128, 16, 4, 5, 3) if held else (64, 256, 16, 4, 6, 2)
+        return 64, 256, 16, 4, 6, 2
+    is_even = cdiv(positions, 32) % 2 == 0
+    return (128, 256, 64, 8, 4, 1) if is_even and min(rows, cols) >= 1024 else (128, 128, 32, 4, 4, 3)
+
+
+def _sizes_for_scaled_squares(positions: int, rows: int, cols: int) -> tuple[int, ...]:
+    if positions <= 16:
+        return 64, 128, 16, 4, 6, 3
+    return (128, 128, 64, 4, 3, 2) if cdiv(positions, 32) % 2 == 0 else (128, 128, 32, 4, 4, 2)
+
+
+def _sizes_for_sums(positions: int, rows: int, cols: int) -> tuple[int, ...]:
+    if positions <= 16:
+        return 64, 128, 16, 4, 5, 3
     halves = cdiv(positions, 32)
-    if not held:
-        return (128, 256, 64, 8, 4, 1) if halves % 2 == 0 and min(rows, cols) >= 1024 else (128, 128, 32, 4, 4, 3)
     if halves % 2 == 0 and 128 < positions <= 256 and min(rows, cols) >= 512:
         return 128, 256, 64, 8, 4, 1
     if halves % 2 == 0:
@@ -221,17 +253,17 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     examples = len(left)
     if not left.numel() or not right.numel():
         return torch.zeros(examples, dtype=torch.float64, device=left.device)
-    tiles = _Tiles(left, right, held=scale is not None)
-    out = torch.empty(examples, tiles.count * tiles.high, dtype=torch.float32, device=left.device)
+    tiles = _Tiles(left, right, _sizes_for_squares if scale is None else _sizes_for_scaled_squares)
+    parts = min(4, tiles.high // 16)
+    out = torch.empty(examples, tiles.count, parts, dtype=torch.float32, device=left.device)
     group = _examples_together(tiles.count, examples, tiles.slots, most=32, overhead=0.5)
     given = out if scale is None else scale.float().contiguous()
     _outer_squares[(tiles.count, cdiv(examples, group))](
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
-        SCALED=scale is not None, **tiles.constants, **tiles.options,
+        SCALED=scale is not None, IS_ROUNDED=tiles.dtype != torch.float32, PARTS=parts,
+        **tiles.constants, **tiles.options,
     )  # fmt: skip
-    if out.numel() > 1 << 20:  # torch would copy all of it to sum it in a different dtype
-        out = out.view(examples, tiles.count, tiles.high).sum(2)
-    return out.sum(1, dtype=torch.float64)
+    return out.sum(2).sum(1, dtype=torch.float64)
 
 
 def gram_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +293,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
         out = torch.empty(rows, cols, dtype=weights.dtype, device=left.device)
     if not left.numel() or not right.numel():
         return out.zero_()
-    tiles = _Tiles(left, right)
+    tiles = _Tiles(left, right, _sizes_for_sums)
     share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
     shares = cdiv(examples, share)
     is_direct = shares == 1 and out.dtype == torch.float32 and out.is_contiguous()
@@ -285,7 +317,7 @@ def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor |
         left, right = left.new_zeros(examples, 1, rows), right.new_zeros(examples, 1, cols)
     if not left.dtype == right.dtype == values.dtype:  # sums need the precision that the norms had
         left, right, values = left.float(), right.float(), values.float()
-    tiles = _Tiles(left, right)
+    tiles = _Tiles(left, right, _sizes_for_sums)
     share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
     shares = cdiv(examples, share)
     out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
