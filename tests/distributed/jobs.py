@@ -97,11 +97,15 @@ def train(model: nn.Module, optimizer: Any, loader: Any, steps: int, *, factor: 
 
 
 def started(
-    plan: dpoptim.PrivacyPlan, data: Any = None, make: Any = dpoptim.scale_then_privatize, **settings: Any
+    plan: dpoptim.PrivacyPlan,
+    data: Any = None,
+    make: Any = dpoptim.scale_then_privatize,
+    loss_reduction: str = "sum",
+    **settings: Any,
 ) -> tuple[Any, Any, Any]:
     model = model_of()
     loader = dpoptim.private_loader(data or records(), plan, key=KEY, run_id="a", **settings)
-    return model, make(model, plan, 1e-2, key=KEY, run_id="a"), loader
+    return model, make(model, plan, 1e-2, key=KEY, run_id="a", loss_reduction=loss_reduction), loader
 
 
 def variants(which: str) -> dict[str, Tensor]:
@@ -165,14 +169,18 @@ def one_record() -> list[Tensor]:
 
 
 def small_shares() -> dict[str, Any]:
-    """Train on Poisson batches that leave most shares empty, and on shares with different numbers of micro-batches."""
+    """Train on Poisson batches that leave most shares empty, on uneven numbers of micro-batches, and with mean losses."""
     found = {}
     for name, settings in {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}.items():
         plan = plan_of(batch_size=2 if name == "poisson" else 13, sampling=dpoptim.Poisson())
         model, optimizer, loader = started(plan, **settings)
         train(model, optimizer, loader, STEPS)
         found[name] = weights(model)
-    return found
+    model, optimizer, loader = started(plan_of(batch_size=13, sampling=dpoptim.Poisson()), loss_reduction="mean")
+    for x, y in loader:
+        losses_of(model, x, y).mean().backward()
+        optimizer.step()
+    return {**found, "means": weights(model)}
 
 
 def evaluated() -> dict[str, Tensor]:

@@ -247,6 +247,23 @@ def _fix_keys() -> None:
     os.urandom = bytes
 
 
+def _fail_in_third_step(what: str, folder: str) -> None:
+    step = PrivateOptimizer.step
+
+    def failing_step(self: PrivateOptimizer, *given: Any) -> Any:
+        if what != "nothing" and self.mechanism.step == 2 and os.environ["RANK"] == "1":
+            jobs.fail(what, folder)
+        return step(self, *given)
+
+    PrivateOptimizer.step = failing_step  # type: ignore[method-assign, assignment]
+
+
+def noisy_until_fault(folder: str) -> None:
+    """Train as `noisy` does; in step 3, process 1 has no memory."""
+    _fail_in_third_step("raises", folder)
+    noisy(folder)
+
+
 def _table(folder: str) -> str:
     """Write a file of 80 records in process 0."""
     data = Path(folder, "table.csv")
@@ -261,14 +278,7 @@ def stopped(folder: str, what: str, *more: str) -> None:
     _fix_keys()
     own = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50", "--steps", "6"]
     own += ["--batch-size", "16", "--device", "cpu", "--sampling", "poisson", "--checkpoint-every", "100"]
-    step = PrivateOptimizer.step
-
-    def failing_step(self: PrivateOptimizer, *given: Any) -> Any:
-        if what != "nothing" and self.mechanism.step == 2 and os.environ["RANK"] == "1":
-            jobs.fail(what, folder)
-        return step(self, *given)
-
-    PrivateOptimizer.step = failing_step  # type: ignore[method-assign, assignment]
+    _fail_in_third_step(what, folder)
     run = str(Path(folder, "run"))
     status = main(["train", *(("--resume", run) if Path(run).exists() else (*own, "--run-dir", run)), *more])
     if status:
