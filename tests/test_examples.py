@@ -169,7 +169,11 @@ def test_two_processes(tmp_path: Path, name: str, sharded: bool, launcher: str) 
     start = [str(EXAMPLES / f"{name}.py")]
     start = ["-m", "tests.distributed.fsdp_on_cpu", *start] if sharded else start
     if launcher == "torchrun":
-        fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+        fsdp: dict[str, Any] = {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        }
         done = torchrun(*start, *flags, *more, cwd=tmp_path, **(fsdp if sharded else {}))
     else:
         done = accelerate_launch(*start, *flags, *more, sharded=sharded, cwd=tmp_path)

@@ -169,9 +169,10 @@ def one_record() -> list[Tensor]:
 
 
 def small_shares() -> dict[str, Any]:
-    """Train on Poisson batches that leave most shares empty, on uneven numbers of micro-batches, and with mean losses."""
+    """Train on Poisson batches that leave most shares empty, on uneven micro-batches, and with mean losses."""
     found = {}
-    for name, settings in {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}.items():
+    cases: dict[str, dict[str, Any]] = {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}
+    for name, settings in cases.items():
         plan = plan_of(batch_size=2 if name == "poisson" else 13, sampling=dpoptim.Poisson())
         model, optimizer, loader = started(plan, **settings)
         train(model, optimizer, loader, STEPS)

@@ -24,8 +24,7 @@ def both(tmp_path_factory):
     exact, noisy = tmp_path_factory.mktemp("exact"), tmp_path_factory.mktemp("noisy")
     command = tmp_path_factory.mktemp("command")
     jobs = f"exact:{exact}", f"paused:{noisy}", f"ignored:{exact}", "loop", f"command:{command}"
-    jobs = *jobs, f"in_one_process:{command}"
-    return run_jobs(2, *jobs, module="trainer_jobs")
+    return run_jobs(2, *jobs, f"in_one_process:{command}", module="trainer_jobs")
 
 
 def test_two_processes_train_as_one_does(alone, both):

@@ -70,8 +70,8 @@ class Processes:
         given = {"key= (given or not)": key is None, "run_id= (given or not)": run_id is None}
         if self.count > 1:
             self.agree({"the next call (private_loader or optimizer)": caller, **_code(), **given})
-        made = self.from_first((None if key else NoiseKey.generate()._secret, run_id or os.urandom(16).hex()))
-        return key or NoiseKey.from_bytes(made[0]), run_id or made[1]
+        secret, name = self.from_first((NoiseKey.generate()._secret if key is None else None, os.urandom(16).hex()))
+        return NoiseKey.from_bytes(secret) if key is None else key, name if run_id is None else run_id
 
     def begin(self, model: nn.Module, values: Mapping[str, Any]) -> None:
         """Refuse processes that differ in values or models; all start with the weights of process 0."""
