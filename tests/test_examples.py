@@ -22,7 +22,7 @@ from peft import AutoPeftModelForSequenceClassification
 
 import dpoptim
 from tests.app import tiny
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import accelerate_launch, torchrun
 
 IMPORT = "from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -157,24 +157,26 @@ def test_accelerate_loop(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("name", ["text_classification", "accelerate_loop"])
-def test_two_processes(tmp_path: Path, name: str, sharded: bool) -> None:
+def test_two_processes(tmp_path: Path, name: str, sharded: bool, launcher: str) -> None:
     model = bert(tmp_path, transformers.BertForSequenceClassification)
     train, held_out = labelled_file(tmp_path, "train.csv"), labelled_file(tmp_path, "held_out.csv")
     flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", held_out, "--labels", *LABELS]
     sizes = ["--batch_size", "4", "--micro_batch_size", "2", "--max_train_steps", "3", "--cpu"]
     more = [*sizes, *PRIVACY, "--output_dir", "out"] if name == "accelerate_loop" else trainer_flags(tmp_path)
     start = [str(EXAMPLES / f"{name}.py")]
-    variables: dict[str, Any] = {}
-    if sharded:  # as `accelerate launch --use_fsdp --fsdp_version 2` sets them
-        start = ["-m", "tests.distributed.fsdp_on_cpu", *start]
-        variables = {
+    start = ["-m", "tests.distributed.fsdp_on_cpu", *start] if sharded else start
+    if launcher == "torchrun":
+        fsdp: dict[str, Any] = {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         }
-    done = torchrun(*start, *flags, *more, cwd=tmp_path, **variables)
+        done = torchrun(*start, *flags, *more, cwd=tmp_path, **(fsdp if sharded else {}))
+    else:
+        done = accelerate_launch(*start, *flags, *more, sharded=sharded, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     if name == "text_classification":
         check_output(tmp_path, done.stdout)

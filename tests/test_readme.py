@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpoptim.app.cli import command_line
+from tests.distributed.launch import torchrun
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,6 +26,19 @@ def test_the_first_program_runs_as_pasted(tmp_path):
     assert "Differentially private: epsilon = 3.0000 at delta = 1e-05" in finished.stdout
     assert float(finished.stdout.split()[-1]) > 0.9, "it learns"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_first_program_runs_in_two_processes(tmp_path):
+    """Unchanged: on a CPU there is no device to choose. Both processes end with the same model."""
+    (program,) = [text for language, text in BLOCKS if language == "python"]
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    finished = torchrun("train.py", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("Differentially private: epsilon = 3.0000 at delta = 1e-05") == 2
+    first, second = re.findall(r"^accuracy (\S+)$", finished.stdout, re.MULTILINE)
+    assert first == second
+    assert float(first) > 0.9
 
 
 def commands(page: Path) -> list[str]:

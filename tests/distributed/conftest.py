@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-CASES = [(2, "some"), pytest.param((4, "all"), marks=pytest.mark.slow)]  # processes, and variants × noises
+SLOW = [pytest.param((count, "all"), marks=pytest.mark.slow) for count in (2, 4)]
+CASES = [(2, "some"), *SLOW]  # processes, and variants × noises
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 
 import dpoptim
-from dpoptim.data import shards
+from dpoptim.clipping.mechanism import PrivateMechanism
+from dpoptim.data import processes, shards
 from dpoptim.data.processes import Processes, exchange
 from dpoptim.data.shards import own_part, whole_state
 from dpoptim.integrations.run_identity import run_header
@@ -93,11 +97,15 @@ def train(model: nn.Module, optimizer: Any, loader: Any, steps: int, *, factor: 
 
 
 def started(
-    plan: dpoptim.PrivacyPlan, data: Any = None, make: Any = dpoptim.scale_then_privatize, **settings: Any
+    plan: dpoptim.PrivacyPlan,
+    data: Any = None,
+    make: Any = dpoptim.scale_then_privatize,
+    loss_reduction: str = "sum",
+    **settings: Any,
 ) -> tuple[Any, Any, Any]:
     model = model_of()
     loader = dpoptim.private_loader(data or records(), plan, key=KEY, run_id="a", **settings)
-    return model, make(model, plan, 1e-2, key=KEY, run_id="a"), loader
+    return model, make(model, plan, 1e-2, key=KEY, run_id="a", loss_reduction=loss_reduction), loader
 
 
 def variants(which: str) -> dict[str, Tensor]:
@@ -128,6 +136,24 @@ def noise_alone() -> dict[str, Tensor]:
     return found
 
 
+def noise_faults() -> dict[str, Tensor]:
+    """What is released if gradients are 0, and noise is added in each process and summed, or divided by √count."""
+    found, add_noise = {}, PrivateMechanism._add_noise
+    for fault in ("summed", "divided"):
+        model, optimizer, loader = started(plan_of(), make=dpoptim.post_processing)
+        mechanism = optimizer.mechanism
+
+        def add_wrongly(self: PrivateMechanism, stream: str, to: Any, *rest: Any) -> None:
+            add_noise(self, stream, to, *rest)
+            self.processes.add_up(to.vectors)
+
+        if fault == "divided":
+            mechanism._stddevs["gradient"] /= mechanism.processes.count**0.5
+        with mock.patch.object(PrivateMechanism, "_add_noise", add_wrongly if fault == "summed" else add_noise):
+            found[fault] = torch.stack(train(model, optimizer, loader, STEPS, factor=0.0))
+    return found
+
+
 def one_record() -> list[Tensor]:
     """The first release with all records, and with one whose gradient is 0."""
     released = []
@@ -143,14 +169,19 @@ def one_record() -> list[Tensor]:
 
 
 def small_shares() -> dict[str, Any]:
-    """Train on Poisson batches that leave most shares empty, and on shares with different numbers of micro-batches."""
+    """Train on Poisson batches that leave most shares empty, on uneven micro-batches, and with mean losses."""
     found = {}
-    for name, settings in {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}.items():
+    cases: dict[str, dict[str, Any]] = {"poisson": {}, "micro-batches": {"micro_batch_size": 2}}
+    for name, settings in cases.items():
         plan = plan_of(batch_size=2 if name == "poisson" else 13, sampling=dpoptim.Poisson())
         model, optimizer, loader = started(plan, **settings)
         train(model, optimizer, loader, STEPS)
         found[name] = weights(model)
-    return found
+    model, optimizer, loader = started(plan_of(batch_size=13, sampling=dpoptim.Poisson()), loss_reduction="mean")
+    for x, y in loader:
+        losses_of(model, x, y).mean().backward()
+        optimizer.step()
+    return {**found, "means": weights(model)}
 
 
 def evaluated() -> dict[str, Tensor]:
@@ -181,7 +212,8 @@ def defaults() -> dict[str, Any]:
 def disagree() -> dict[str, str]:
     """Return the errors if process 1 differs from process 0 in one thing at a time."""
     found = {}
-    differences = "data", "order", "plan", "model", "key", "lr", "scale", "decay", "step", "moment"
+    differences = ["data", "order", "plan", "model", "key", "lr", "scale", "decay", "step", "moment"]
+    differences += ["given key", "given run_id", "no loader", "version", "code", "script"]
     for what in (*differences, "wrapped", "external", "nothing"):
         found[what] = "no error"
         try:
@@ -196,8 +228,12 @@ def _differ_in(what: str) -> None:
     if what == "data":
         data[3] = (data[3][0] + 1, data[3][1])
     order = list(range(60))[:: -1 if what == "order" else 1]
-    dpoptim.private_loader(data, plan)
-    dpoptim.private_loader(torch.utils.data.Subset(data, order), plan)
+    if what in ("version", "code", "script"):
+        _refuse_different_code(what)
+    if what != "no loader":
+        own: dict[str, Any] = {"given key": {"key": KEY}, "given run_id": {"run_id": "a"}}
+        dpoptim.private_loader(data, plan, **own.get(what, {}))
+        dpoptim.private_loader(torch.utils.data.Subset(data, order), plan)
     model: nn.Module = nn.Linear(3, 5 if what == "model" else 4)
     if what == "wrapped":
         model = nn.parallel.DistributedDataParallel(model)
@@ -220,6 +256,42 @@ def _differ_in(what: str) -> None:
     optimizer.mechanism.privatize()
 
 
+def _refuse_different_code(what: str) -> None:
+    """Meet the other processes as if this one had a different version, one changed file, or a different script."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as changes:
+        package = Path(shutil.copytree(Path(processes.__file__).parents[1], Path(folder, "dpoptim")))
+        changed = package / ("optim/rules.py" if what == "code" else "program.py")
+        with changed.open("a") as file:
+            file.write("# changed")
+        if what == "version":
+            changes.enter_context(mock.patch.object(processes, "__version__", "0.0.0"))
+        elif what == "code":
+            changes.enter_context(mock.patch.object(processes, "__file__", str(package / "data/processes.py")))
+        else:
+            changes.enter_context(mock.patch.object(sys.modules["__main__"], "__file__", str(changed)))
+        changes.callback(processes._code.cache_clear)
+        processes._code.cache_clear()
+        Processes.current().shared_run("private_loader", None, None)
+
+
+def wrapped() -> dict[str, Tensor]:
+    """The weights if DistributedDataParallel is around the model that the optimizer has, or around a layer."""
+    found = {}
+    for where in ("nowhere", "before", "after", "around a layer"):
+        model: Any = model_of()
+        plan = plan_of(noise_multiplier=0.0)  # noise depends on the names of parameters, and a wrapper changes them
+        called = nn.parallel.DistributedDataParallel(model) if where == "before" else model
+        if where == "around a layer":
+            model[0] = nn.parallel.DistributedDataParallel(model[0])
+        loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
+        optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=KEY, run_id="a")
+        if where == "after":
+            called = nn.parallel.DistributedDataParallel(model)
+        train(called, optimizer, loader, STEPS)
+        found[where] = weights(model)
+    return found
+
+
 def load(file: str | Path, model: nn.Module, optimizer: Any, loader: Any) -> None:
     if Path(file).exists():
         state = torch.load(file, weights_only=False)
@@ -236,22 +308,24 @@ def state_of(model: nn.Module, optimizer: Any, loader: Any) -> Any:
 
 
 def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
-    """Continue the run in `file` until a step, and save it there; process 0 writes."""
-    plan = plan_of("BandMF")
-    model, optimizer, loader = started(plan)
-    load(file, model, optimizer, loader)
-    if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
-        step = optimizer.mechanism.step or None
-        book = StepLedger.open(f"{file}.steps", run_header(optimizer, settings={}, data=None), step=step)
-        optimizer.mechanism.before_step = book.before_step
-    try:
-        train(model, optimizer, loader, int(until))
-    except ValueError as error:
-        return str(error)
-    state = state_of(model, optimizer, loader)
-    if int(os.environ["RANK"]) == 0:
-        torch.save(state, file)
-    return weights(model)
+    """Continue runs with three kinds of noise in FILE.NOISE until a step, and save them; process 0 writes."""
+    found = []
+    for noise in ("BandMF", "BLT", "banded inverse"):
+        model, optimizer, loader = started(plan_of(noise))
+        load(f"{file}.{noise}", model, optimizer, loader)
+        if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
+            step = optimizer.mechanism.step or None
+            book = StepLedger.open(f"{file}.{noise}.steps", run_header(optimizer, settings={}, data=None), step=step)
+            optimizer.mechanism.before_step = book.before_step
+        try:
+            train(model, optimizer, loader, int(until))
+        except ValueError as error:
+            return str(error)
+        state = state_of(model, optimizer, loader)
+        if int(os.environ["RANK"]) == 0:
+            torch.save(state, f"{file}.{noise}")
+        found.append(weights(model))
+    return torch.cat(found)
 
 
 def loaded_twice(file: str) -> str:
@@ -302,6 +376,22 @@ def ledger() -> list[str]:
     return found
 
 
+def ledger_everywhere() -> str:
+    """Open a step ledger in all processes."""
+    _, optimizer, _ = started(plan_of())
+    folder = Processes.current().from_first(tempfile.mkdtemp())
+    try:
+        book = StepLedger.open(Path(folder, "ledger"), run_header(optimizer, settings={}, data=None))
+    except ValueError as error:
+        book, found = None, str(error)
+    else:
+        found = "opened"
+    Processes.current().gathered(found)  # nobody closes it before all have tried
+    if book is not None:
+        book.close()
+    return found
+
+
 class Tied(nn.Module):
     """A table that reads tokens and predicts them, with rows that do not divide evenly."""
 
@@ -335,18 +425,32 @@ def tied() -> dict[str, Tensor]:
 
 def memory() -> dict[str, int]:
     """Bytes that a process holds between steps, by what they hold."""
+    before = _bytes_of_tensors()
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 256), nn.Tanh(), nn.Linear(256, 128), nn.Linear(128, 2))
     model = sharded(model, model[0], model[2]) if SHARDED else model
     plan = plan_of("BandMF")
     loader = dpoptim.private_loader(records(), plan, key=KEY, run_id="a")
     optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=KEY, run_id="a")
-    train(model, optimizer, loader, 2)
+    for _, (x, y) in zip(range(2), loader, strict=False):
+        losses_of(model, x, y).sum().backward()
+        optimizer.step()
     return {
         "parameters": sum(own_part(p).nbytes for p in model.parameters()),
         "state": sum(own_part(t).nbytes for state in optimizer.state.values() for t in state.values()),
         "noise": optimizer.mechanism.noise_memory_bytes,
+        "all tensors": _bytes_of_tensors() - before,
     }
+
+
+def _bytes_of_tensors() -> int:
+    """Bytes of all tensors that Python knows in this process."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    stores = [own_part(tensor).untyped_storage() for tensor in tensors]
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 
 
 def sent() -> dict[str, float]:

@@ -47,9 +47,26 @@ def run_jobs(count: int, *jobs: str, module: str = "jobs", sharded: bool = False
 
 def torchrun(*command: str, count: int = 2, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a script or `-m MODULE` in several processes with more variables; its errors are in the result."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     launcher += ["--monitor-interval", "2"]  # leaves processes time to print their errors before torchrun ends them
+    return _launched([*launcher, *command], cwd, more)
+
+
+def accelerate_launch(*command: str, sharded: bool, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the same in two processes with `accelerate launch`, which starts several on a CPU only if asked for GPUs."""
+    fsdp = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    launcher = ["accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "0"]
+    return _launched([*launcher, *(fsdp if sharded else ["--multi_gpu"]), *command], cwd, {})
+
+
+def _launched(command: list[str], cwd: Path, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", **more}
     return subprocess.run(
-        [*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +14,9 @@ import pytest
 import torch
 
 from dpoptim import app
+from dpoptim.data.processes import exchange
 from tests.distributed.jobs import weights
-from tests.distributed.launch import run_jobs, torchrun
+from tests.distributed.launch import ROOT, SECONDS, run_jobs, torchrun
 
 pytestmark = pytest.mark.slow
 GRACE = 40  # seconds, as in docs/distributed.md; torchrun needs 30 if a process does not end
@@ -92,7 +97,56 @@ def test_the_command_line_saves_the_steps_before_a_fault(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_trainer_resumes_after_a_fault(tmp_path, sharded):
+    """Process 1 has no memory in the third of four steps; the checkpoint of the second one resumes."""
+    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    whole.mkdir()
+    failed.mkdir()
+    module = "trainer_jobs"
+    expected = run_jobs(2, f"noisy:{whole}", module=module, sharded=sharded)
+    job = f"noisy_until_fault:{failed}"
+    done = torchrun("-m", f"tests.distributed.{module}", str(failed), job, SHARDED="yes" if sharded else "")
+    assert seconds_since_fault(failed) < GRACE
+    assert done.returncode != 0
+    assert "process 1 has no memory left" in done.stderr
+    for found, one in zip(run_jobs(2, f"resumed:{failed}", module=module, sharded=sharded), expected, strict=True):
+        assert torch.equal(found["resumed"], one["noisy"]["weights"])
+
+
 def test_an_error_of_all_processes_is_printed_once(tmp_path):
     done = torchrun("-m", "dpoptim", "train", "--model", "mlp", "--data", "missing.csv", "--epsilon", "8", cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("data 'missing.csv' does not exist") == 1
+
+
+def test_one_gpu_for_two_processes_is_an_error_of_its_own():
+    """The words of NCCL 2.28, seen on one GPU."""
+
+    def all_reduce():
+        raise torch.distributed.DistBackendError(
+            "invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on ..."
+        )
+
+    with pytest.raises(ValueError, match=r"two processes use the same GPU\. Call torch\.cuda\.set_device"):
+        exchange(all_reduce)
+
+
+def test_the_documented_command_for_two_machines(tmp_path):
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^torchrun (--nnodes 2 .*) train.py$", page, re.MULTILINE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = line.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("HOST:29500", place).split()
+    script = tmp_path / "train.py"
+    script.write_text("import dpoptim.data.processes as found\nprint(found.Processes.current().gathered('here'))\n")
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    machines = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        printed = [machine.communicate(timeout=SECONDS)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert printed == ["['here', 'here']\n"] * 2

@@ -48,7 +48,7 @@ def test_one_record_changes_a_release_by_at_most_the_clip_norm(results):
         assert 0.5 * clip_norm < float((all_records - without_one).norm()) * 60 <= clip_norm * (1 + 1e-4)
 
 
-def test_each_process_holds_its_part_of_parameters_state_and_noise(results, alone, case):
+def test_each_process_holds_its_part_of_parameters_state_noise_and_everything_else(results, alone, case):
     for found in results:
         for what, whole in alone["memory"].items():
             assert found["memory"][what] <= 1.02 * whole / case[0], what

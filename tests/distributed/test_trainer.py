@@ -24,7 +24,7 @@ def both(tmp_path_factory):
     exact, noisy = tmp_path_factory.mktemp("exact"), tmp_path_factory.mktemp("noisy")
     command = tmp_path_factory.mktemp("command")
     jobs = f"exact:{exact}", f"paused:{noisy}", f"ignored:{exact}", "loop", f"command:{command}"
-    return run_jobs(2, *jobs, module="trainer_jobs")
+    return run_jobs(2, *jobs, f"in_one_process:{command}", module="trainer_jobs")
 
 
 def test_two_processes_train_as_one_does(alone, both):
@@ -141,3 +141,11 @@ def test_fsdp_settings_are_refused(sharded, what, message):
 
 def test_fsdp_is_refused_where_accelerate_ignores_it(both):
     assert all("does not shard models on the CPU" in found["ignored"] for found in both)
+
+
+def test_what_runs_in_one_process_is_refused(both):
+    for found in (one["in_one_process"] for one in both):
+        assert len(found) == 5
+        for what, printed in found.items():
+            assert f"{what} runs in one process for now. Start it without torchrun" in printed
+            assert printed.count("\n") <= 1

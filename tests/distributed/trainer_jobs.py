@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 import signal
 import sys
@@ -28,6 +30,7 @@ from dpoptim.data.processes import Processes
 from dpoptim.data.shards import is_sharded
 from dpoptim.integrations.accelerate import prepare_accelerate, shard_for_accelerate
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
+from dpoptim.integrations.opacus import PrivacyEngine
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from tests.distributed import jobs
@@ -244,6 +247,23 @@ def _fix_keys() -> None:
     os.urandom = bytes
 
 
+def _fail_in_third_step(what: str, folder: str) -> None:
+    step = PrivateOptimizer.step
+
+    def failing_step(self: PrivateOptimizer, *given: Any) -> Any:
+        if what != "nothing" and self.mechanism.step == 2 and os.environ["RANK"] == "1":
+            jobs.fail(what, folder)
+        return step(self, *given)
+
+    PrivateOptimizer.step = failing_step  # type: ignore[method-assign, assignment]
+
+
+def noisy_until_fault(folder: str) -> None:
+    """Train as `noisy` does; in step 3, process 1 has no memory."""
+    _fail_in_third_step("raises", folder)
+    noisy(folder)
+
+
 def _table(folder: str) -> str:
     """Write a file of 80 records in process 0."""
     data = Path(folder, "table.csv")
@@ -258,18 +278,43 @@ def stopped(folder: str, what: str, *more: str) -> None:
     _fix_keys()
     own = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50", "--steps", "6"]
     own += ["--batch-size", "16", "--device", "cpu", "--sampling", "poisson", "--checkpoint-every", "100"]
-    step = PrivateOptimizer.step
-
-    def failing_step(self: PrivateOptimizer, *given: Any) -> Any:
-        if what != "nothing" and self.mechanism.step == 2 and os.environ["RANK"] == "1":
-            jobs.fail(what, folder)
-        return step(self, *given)
-
-    PrivateOptimizer.step = failing_step  # type: ignore[method-assign, assignment]
+    _fail_in_third_step(what, folder)
     run = str(Path(folder, "run"))
     status = main(["train", *(("--resume", run) if Path(run).exists() else (*own, "--run-dir", run)), *more])
     if status:
         sys.exit(status)
+
+
+def in_one_process(folder: str) -> dict[str, str]:
+    """The errors of what does not run in several processes."""
+    recipe = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50"]
+    (file := Path(folder, f"{os.environ['RANK']}.toml")).write_text(
+        f'model = "mlp"\ndata = "{_table(folder)}"\nlabel_column = "label"\nepsilon = 50.0\n'
+    )
+    plan = ["--epsilon", "3", "--delta", "1e-5", "--steps", "10", "--batch-size", "10", "--num-examples", "100"]
+    commands = {
+        "--dry-run": ["train", *recipe, "--steps", "6", "--batch-size", "16", "--device", "cpu", "--dry-run"],
+        "dpoptim compare": ["compare", str(file), "--run-dir", str(Path(folder, "compared"))],
+        "dpoptim audit": ["audit", *plan],
+        "the demonstration": ["train"],
+    }
+    found = {}
+    for what, given in commands.items():
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            assert main(given) == 2
+        found[what] = printed.getvalue()
+    layer, data = nn.Linear(3, 1), torch.utils.data.TensorDataset(torch.ones(20, 3), torch.ones(20))
+    try:
+        PrivacyEngine().make_private(
+            module=layer,
+            optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(data, batch_size=5),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    except ValueError as error:
+        found["the interface of Opacus"] = str(error)
+    return found
 
 
 def command(folder: str) -> dict[str, Any]:

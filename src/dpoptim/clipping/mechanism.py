@@ -10,7 +10,6 @@ drawn as the plan says, the key is secret, and `scale` is a function of released
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class PrivateMechanism:
             self.plan = self.plan.replace(allow_mixing=allow_mixing)
             line = "allow_mixing: the guarantee does not cover mixed examples. Publish optimizer.plan.statement()"
             warnings.warn(line, stacklevel=2)
-        self.key = self.processes.shared_key(key)
+        self.key, run_id = self.processes.shared_run("optimizer", key, run_id)
         self.step = 0
         self.noise_memory = noise_memory
         strategies = {"gradient": self.plan.strategy}
@@ -110,7 +109,7 @@ class PrivateMechanism:
         # Warnings that are given once:
         self._warned = False
         self._nonfinite_reported = False
-        self._begin_run(self.processes.from_first(os.urandom(16).hex()) if run_id is None else run_id)
+        self._begin_run(run_id)
         own = {"the plan": self.plan.to_dict(), "the noise strategy": self.strategy_digest, "run_id": self.run_id}
         self.processes.begin(model, {**own, "the noise key": self.key.fingerprint()})
         batch_handshake.bind(plan, self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -283,11 +282,12 @@ def private_loader(
         else:
             collate_fn = functools.partial(collate_checked, collate_fn or torch.utils.data.default_collate)
     processes = Processes.current()
+    key, run_id = processes.shared_run("private_loader", key, run_id)
     loader = PrivateLoader(
         dataset=dataset,
         plan=plan,
-        key=processes.shared_key(key),
-        run_id=processes.from_first(os.urandom(16).hex()) if run_id is None else run_id,
+        key=key,
+        run_id=run_id,
         micro_batch_size=micro_batch_size,
         lengths=checked_lengths(lengths, micro_batch_tokens, bucket, examples=size),
         micro_batch_tokens=micro_batch_tokens,

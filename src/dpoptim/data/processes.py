@@ -10,12 +10,15 @@ process would, up to rounding. Clipped sums without noise, and the key, travel b
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,22 +59,27 @@ class Processes:
             exchange(distributed.broadcast_object_list, held, src=0)
         return held[0]
 
-    def shared_key(self, key: NoiseKey | None) -> NoiseKey:
-        """Return the given key, or a new one that all processes share."""
+    def shared_run(self, caller: str, key: NoiseKey | None, run_id: str | None) -> tuple[NoiseKey, str]:
+        """Return the given key and run_id, or new ones that all processes share.
+
+        Each `caller` begins with this, so that processes in different calls, or with different code, are refused here:
+        later they would wait for each other.
+        """
         if key is not None and not isinstance(key, NoiseKey):
             raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}. Use NoiseKey.load or .generate.")
-        if key is not None or self.count == 1:
-            return key or NoiseKey.generate()
-        return NoiseKey.from_bytes(self.from_first(NoiseKey.generate()._secret))
+        given = {"key= (given or not)": key is None, "run_id= (given or not)": run_id is None}
+        if self.count > 1:
+            self.agree({"the next call (private_loader or optimizer)": caller, **_code(), **given})
+        secret, name = self.from_first((NoiseKey.generate()._secret if key is None else None, os.urandom(16).hex()))
+        return NoiseKey.from_bytes(secret) if key is None else key, name if run_id is None else run_id
 
     def begin(self, model: nn.Module, values: Mapping[str, Any]) -> None:
-        """Refuse processes that differ in values, versions or models; all start with the weights of process 0."""
+        """Refuse processes that differ in values or models; all start with the weights of process 0."""
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ValueError(f"{type(model).__name__} combines gradients itself. Pass and call model.module instead")
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         shapes = [(name, *tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()]
-        versions = {"the version of dpoptim or torch": [__version__, torch.__version__]}
-        self.agree({**versions, **values, "the model": shapes})
+        self.agree({**values, "the model": shapes})
         self.copy_from_first(tensors.values())
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -94,8 +102,8 @@ class Processes:
             others = [rank for rank in range(self.count) if found[rank].get(name) != found[0].get(name)]
             if others:
                 raise ValueError(
-                    f"{name} of process {others[0]} differs from process 0. Give all processes the same arguments, and "
-                    "the same records in the same order"
+                    f"{name} of process {others[0]} differs from process 0. Give all processes the same code, the same "
+                    "arguments, and the same records in the same order"
                 )
 
     def total(self, own: int, common: Sequence[int], device: torch.device) -> int | None:
@@ -142,9 +150,27 @@ def exchange(collective: Callable[..., Any], *values: Any, **named: Any) -> None
     try:
         collective(*values, **named)
     except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            fix = "Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first, and move the model to that GPU"
+            raise ValueError(f"two processes use the same GPU. {fix}") from error
         if isinstance(error, distributed.DistError) or "gloo" in str(error):
             raise ConnectionError("another process failed, ended or did not answer in time; see its message") from error
         raise
+
+
+@functools.cache
+def _code() -> dict[str, str]:
+    """Return versions, and digests of dpoptim's files and of the program: two copies may have the same version."""
+    package, program = Path(__file__).parents[1], getattr(sys.modules["__main__"], "__file__", None)
+    files = {
+        "the code of dpoptim": sorted(package.rglob("*.py")),
+        "the script": [Path(program)] if program is not None and Path(program).is_file() else [],
+    }
+    digests = {
+        what: hashlib.sha256(b"".join(f"{path.name} ".encode() + path.read_bytes() for path in paths)).hexdigest()
+        for what, paths in files.items()
+    }
+    return {"the version of dpoptim": __version__, "the version of torch": torch.__version__, **digests}
 
 
 def _started() -> int:

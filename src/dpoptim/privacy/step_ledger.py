@@ -118,7 +118,8 @@ class StepLedger:
         except BaseException as error:
             os.close(handle)
             if isinstance(error, BlockingIOError):
-                raise ValueError(f"another process is training the run of {path}. Wait for it to end.") from None
+                line = "Wait for it to end; under torchrun, open the ledger in process 0 only."
+                raise ValueError(f"another process is training the run of {path}. {line}") from None
             raise
         return cls(path, handle, start, digests, header.key.subkey("digest", "released steps"))
 

@@ -107,6 +107,10 @@ class Choice:
         """The candidate with independent noise, which is always present."""
         return next(c for c in self.candidates if isinstance(c.plan.noise, Independent))
 
+    def within(self, memory_budget: int) -> Choice:
+        """Choose again among the same candidates, with a different number of bytes for past noise."""
+        return _best(self.candidates, memory_budget)
+
 
 def choose_noise(
     plan: PrivacyPlan,

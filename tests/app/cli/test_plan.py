@@ -66,6 +66,7 @@ def test_cost_per_gpu(capsys):
     assert sharded["optimizer"] == 14 * 10**9 // 4  # and the scale
     assert (whole["sent"], whole["sent_without_privacy"]) == (6 * 10**9, 3 * 10**9)  # 2 · 3/4 · 4 or 2 bytes
     assert (sharded["sent"], sharded["sent_without_privacy"]) == (9 * 10**9, 4.5 * 10**9)  # 3/4 · 12 or 6 bytes
+    assert found["whole"]["mechanism"] == found["sharded"]["mechanism"]
     text = printed(capsys, asked)
     assert "Each of 4 GPUs" in text
     assert "sends 6 GB per step" in text
@@ -73,6 +74,19 @@ def test_cost_per_gpu(capsys):
     assert "sends nothing per step" in printed(capsys, [*SMALL, "--gpus", "1"])
     assert main([*SMALL, "--gpus", "0"]) == 2
     assert "gpus" in capsys.readouterr().err
+
+
+def test_the_mechanism_that_fits_on_each_gpu(capsys):
+    """With FSDP2, each of four GPUs stores a quarter of past noise, so more fits."""
+    asked = [*SMALL, "--parameters", "1e9", "--gpus", "4", "--memory-budget"]
+    found = json.loads(printed(capsys, [*asked, "3GB", "--json"]))
+    whole, sharded = (found["per_gpu"][name] for name in ("whole", "sharded"))
+    rows = {row["name"]: row for row in found["mechanisms"]}
+    assert whole["mechanism"] == found["chosen"] != sharded["mechanism"]
+    for cost, holders in ((whole, 1), (sharded, 4)):
+        assert cost["noise"] == rows[cost["mechanism"]]["memory_bytes"] // holders <= 3e9
+    assert rows[sharded["mechanism"]]["memory_bytes"] > 3e9
+    assert sharded["mechanism"] in printed(capsys, [*asked, "3GB"]).split("Each of 4 GPUs")[1]
 
 
 def test_printed_plan_keeps_the_guarantee(capsys):

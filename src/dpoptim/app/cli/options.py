@@ -153,7 +153,7 @@ def add_noise_memory(group: argparse._ArgumentGroup) -> None:
         "--memory-budget",
         type=size,
         metavar="SIZE",
-        help="memory that the noise may take, for example 4GB (default: 16 bytes per parameter, at least 4 GiB)",
+        help="memory that the noise may take per GPU, such as 4GB (default: 16 bytes per parameter, at least 4 GiB)",
     )
     group.add_argument(
         "--noise-bits", type=int, choices=[32, 16], default=32, help="precision of stored noise (default: 32)"

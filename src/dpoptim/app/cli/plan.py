@@ -126,7 +126,7 @@ def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
-        **({} if options.gpus is None else {"per_gpu": costs_per_gpu(choice.chosen, options.gpus)}),
+        **({} if options.gpus is None else {"per_gpu": costs_per_gpu(choice, options.gpus, options.memory_budget)}),
         "mechanisms": [mechanism_values(candidate, delta=options.delta) for candidate in choice.candidates],
     }
 
@@ -156,34 +156,37 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     if len(shown) < len(choice.candidates):
         print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
     if options.gpus is not None:
-        print(f"\nEach of {options.gpus:,} GPUs, with bf16 weights, scale-then-privatize and {choice.chosen.name}:")
-        for name, numbers in costs_per_gpu(choice.chosen, options.gpus).items():
+        print(f"\nEach of {options.gpus:,} GPUs, with bf16 weights and scale-then-privatize:")
+        for name, found in costs_per_gpu(choice, options.gpus, options.memory_budget).items():
+            numbers = {what: number for what, number in found.items() if not isinstance(number, str)}
             cost = {what: format_bytes(number) if number else "nothing" for what, number in numbers.items()}
             print(
                 f"  {name:8} {cost['memory']}: weights {cost['weights']}, optimizer {cost['optimizer']}, clipped sums "
-                f"{cost['sums']}, past noise {cost['noise']}\n           sends {cost['sent']} per "
-                f"{'step' if name == 'whole' else 'micro-batch'}, without privacy {cost['sent_without_privacy']}"
+                f"{cost['sums']}, past noise {cost['noise']}\n           {found['mechanism']}; sends {cost['sent']} "
+                f"per {'step' if name == 'whole' else 'micro-batch'}, without privacy {cost['sent_without_privacy']}"
             )
         print("whole: a whole model on each GPU. sharded: FSDP2. Activations come on top.")
 
 
-def costs_per_gpu(candidate: Candidate, gpus: int) -> dict[str, dict[str, int]]:
+def costs_per_gpu(choice: Choice, gpus: int, memory_budget: int | None) -> dict[str, dict[str, int | str]]:
     """Bytes that each GPU holds and sends with bf16 weights and Adam: for a whole model on each, and with FSDP2.
 
+    The mechanism is the best whose past noise fits a memory budget on each GPU, of which FSDP2 stores a part.
     To gather n bytes, or to add them up and divide them, each of N devices sends (N−1)/N·n; an all-reduce is both.
     Noise is made on each GPU and not sent. FSDP2 gathers the weights twice in a micro-batch.
     """
-    numel = candidate.parameters
+    numel = choice.chosen.parameters
     gathers, scale, sums, gradients = 2 * 2, 4, 4, 2  # bytes per parameter; gradients: without privacy, in bf16
     sent = {"whole": (2 * sums, 2 * gradients), "sharded": (gathers + scale + sums, gathers + gradients)}
-    found = {}
+    found: dict[str, dict[str, int | str]] = {}
     for name, (private, ordinary) in sent.items():
         holders, kept = (1, 10) if name == "whole" else (gpus, 14)  # FSDP2 also stores the scale
+        candidate = choice.chosen if memory_budget is None else choice.within(memory_budget * holders).chosen
         held = {"weights": 2 * numel, "optimizer": kept * numel, "sums": 4 * numel, "noise": candidate.memory_bytes}
         own = {what: -(-number // holders) for what, number in held.items()}
         each = {"sent": private, "sent_without_privacy": ordinary}
         counted = {what: number * (gpus - 1) * numel // gpus for what, number in each.items()}
-        found[name] = {**own, "memory": sum(own.values()), **counted}
+        found[name] = {"mechanism": candidate.name, **own, "memory": sum(own.values()), **counted}
     return found
 
 

@@ -78,7 +78,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         place.check_new()
     with progress:
         setup = prepare_run(recipe, stage=progress.stage)
-        key = processes.shared_key(None)
+        key, _ = processes.shared_run("dpoptim train", None, None)
         if processes.rank > 0:
             return _follow(setup, key, processes)
         outlook = setup.plan.outlook(parameters=setup.trained_parameters)
