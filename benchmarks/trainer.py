@@ -10,7 +10,7 @@
 Cases named "trainer" run the same model, data and TrainingArguments, with bf16 and otherwise the defaults, in two ways:
 
     stock         transformers.Trainer
-    private       PrivateTrainer with PrivacyArguments(noise_multiplier=1.0)
+    private       PrivateTrainer with PrivacyArguments(noise_multiplier=1.0, sampling="poisson")
 
 Sizes are per_device_train_batch_size x gradient_accumulation_steps x tokens. The weights are random, and the texts are
 made up and have equal lengths. Nothing is saved, and the progress bar is off.
@@ -266,7 +266,7 @@ def train(
         if way == "stock":
             trainer = Trainer(**given)
         else:
-            trainer = PrivateTrainer(**given, privacy=PrivacyArguments(noise_multiplier=1.0))
+            trainer = PrivateTrainer(**given, privacy=PrivacyArguments(noise_multiplier=1.0, sampling="poisson"))
         trainer.remove_callback(PrinterCallback)
         before_train()
         called = time.perf_counter()

@@ -81,7 +81,7 @@ def private_trainer(folder: Path, task: str, output: Path, *, count: int = 200, 
         per_device_train_batch_size=16, gradient_accumulation_steps=4, max_steps=6, save_strategy="steps",
         save_steps=2, report_to="none", bf16=True, disable_tqdm=True, learning_rate=1e-3,
     )  # fmt: skip
-    privacy = changes.pop("privacy", PrivacyArguments(noise_multiplier=0.6, delta=1e-3))
+    privacy = changes.pop("privacy", PrivacyArguments(noise_multiplier=0.6, delta=1e-3, sampling="poisson"))
     args = transformers.TrainingArguments(output_dir=str(output), **{**own, **changes})
     return PrivateTrainer(
         model=auto.from_pretrained(model), args=args, train_dataset=rows, data_collator=collator,

@@ -183,18 +183,26 @@ def test_plan_follows_the_recipe():
 
 @pytest.mark.slow
 def test_automatic_noise_is_proved_for_the_sampling():
-    plan = plan_for(epsilon=8.0, batch_size=20, steps=60)
+    plan = plan_for(epsilon=8.0, batch_size=20, steps=60, sampling="auto")
     assert isinstance(plan.sampling, (Poisson, CyclicPoisson))
     assert plan.epsilon() <= 8.0
-    assert isinstance(plan_for(sampling="shuffled", batch_size=20, steps=30).sampling, Shuffled)
-    assert isinstance(plan_for(noise="buffered-toeplitz:2", batch_size=20, steps=30).sampling, Shuffled)
-    assert plan_for(noise="banded-toeplitz:4", batch_size=20, steps=30).sampling == CyclicPoisson(bands=4)
+    sizes = {"batch_size": 20, "steps": 30}
+    assert isinstance(plan_for(sampling="auto", noise="buffered-toeplitz:2", **sizes).sampling, Shuffled)
+    assert plan_for(sampling="auto", noise="banded-toeplitz:4", **sizes).sampling == CyclicPoisson(bands=4)
+    for noise in ("auto", "banded-toeplitz:4", "independent"):
+        assert plan_for(noise=noise, **sizes).sampling == Shuffled()
+
+
+def test_shuffled_add_remove_is_refused():
+    with pytest.raises(ValueError, match="sampling='shuffled' with adjacency='add_remove' has no proof") as refused:
+        plan_for(adjacency="add_remove", num_examples=400, batch_size=20, steps=30)
+    assert "CyclicPoisson" not in str(refused.value), "in the words of a recipe"
 
 
 @pytest.mark.slow
 def test_named_sampling_is_kept():
     sizes = {"epsilon": 8.0, "batch_size": 20, "steps": 60}
-    free = plan_for(**sizes)
+    free = plan_for(sampling="auto", **sizes)
     assert isinstance(free.sampling, CyclicPoisson), "what auto takes here, so that poisson is something else"
     plan = plan_for(sampling="poisson", **sizes)
     assert (plan.sampling, plan.noise) == (Poisson(), Independent())

@@ -118,7 +118,8 @@ def test_language_model_with_default_settings(tmp_path):
     settled = read_recipe(tmp_path / "run" / "recipe.toml")
     assert settled.task == "masked-lm"
     assert (settled.variant, settled.batch_size, settled.delta) == ("scale_then_privatize", 8, 1e-3)
-    assert settled.noise.startswith("banded-toeplitz:") or settled.noise == "independent"
+    assert settled.sampling == "shuffled"
+    assert settled.noise != "auto"
     assert summary["epsilon"] <= 8.0
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
     assert sum(p.numel() for p in again.parameters()) > 1000
@@ -296,7 +297,7 @@ def test_add_remove_needs_a_declared_size(tmp_path):
     data = write_rows(tmp_path / "rows.csv")
     recipe = Recipe(
         model="mlp", data=data, noise_multiplier=1.0, adjacency="add_remove", num_examples=150, steps=3, batch_size=16,
-        noise="independent",
+        noise="independent", sampling="poisson",
     )  # fmt: skip
     summary = train(recipe, tmp_path / "run")
     assert (summary["examples"], summary["validation"]) == (150, None)

@@ -38,7 +38,7 @@ from tests.distributed.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.integrations.hugging_face import cases
 
 EXACT = PrivacyArguments(noise_multiplier=0.0, clip_norm=0.5, variant="dp_sgd", sampling="shuffled", delta=1e-3)
-NOISY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)
+NOISY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, sampling="poisson")
 
 
 def _trainer(folder: Path, privacy: PrivacyArguments, **changes: Any) -> PrivateTrainer:

@@ -291,7 +291,9 @@ def test_statement_without_a_guarantee_starts_with_not_private(plan):
 def test_a_delta_that_allows_publishing_one_example_is_refused():
     weak = 1 / make().num_examples
     for state in (
-        lambda: make(noise_multiplier=1.0, delta=weak).statement(),
+        lambda: make(noise_multiplier=1.0, delta=weak),
+        lambda: make(delta=weak),
+        lambda: make().calibrate(epsilon=3.0, delta=0.9 * weak).replace(delta=weak),
         lambda: make(noise_multiplier=1.0).statement(delta=weak),
         lambda: make().calibrate(epsilon=3.0, delta=weak),
     ):

@@ -89,6 +89,11 @@ def make_plan(
     for banded noise, Poisson for independent noise, otherwise shuffled. Any other sampling is kept: "poisson" allows
     independent noise only, "cyclic:8" eight bands, and "cyclic" gets as many groups as the chosen noise has bands.
     """
+    if sampling == "shuffled" and adjacency is Adjacency.ADD_REMOVE:
+        raise ValueError(
+            "sampling='shuffled' with adjacency='add_remove' has no proof. Set sampling to poisson, or adjacency to "
+            "zero_out."
+        )
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)
     try:
@@ -101,8 +106,8 @@ def make_plan(
         if "amplification" not in str(error):
             raise
         raise ValueError(  # in the words of a recipe
-            f"noise={noise!r} with sampling={sampling!r} has no proof. Leave sampling out or use shuffled: "
-            "poisson is proved for independent noise, cyclic for banded-toeplitz with at most as many bands as groups."
+            f"noise={noise!r} with sampling={sampling!r} has no proof. Leave sampling out: poisson is "
+            "proved for independent noise, cyclic for banded-toeplitz with at most as many bands as groups."
         ) from error
     if epsilon is None:
         return plan

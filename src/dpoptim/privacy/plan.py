@@ -78,7 +78,7 @@ class PrivacyPlan:
             check_number("noise_multiplier", self.noise_multiplier, low=0.0)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
             raise ValueError("clip_norm=inf bounds nothing. Use a finite clip_norm, or noise_multiplier=0 to debug.")
-        check_delta(self.delta, optional=True)
+        check_delta(self.delta, None if self.noise_multiplier == 0 else self.num_examples, optional=True)
         if self.allow_mixing is not None and not (isinstance(self.allow_mixing, str) and self.allow_mixing.strip()):
             raise ValueError(f"allow_mixing must be a reason in words, or None, got {self.allow_mixing!r}")
         if not isinstance(self.adjacency, Adjacency):

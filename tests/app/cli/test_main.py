@@ -10,8 +10,10 @@ import pytest
 from dpoptim.app.cli import command_line, main
 from dpoptim.app.cli.main import COMMANDS
 from dpoptim.app.cli.options import count, size
-from dpoptim.app.recipes.recipe import ADJACENCIES
-from dpoptim.privacy import Adjacency
+from dpoptim.app.recipes.recipe import ADJACENCIES, Recipe
+from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
+from dpoptim.integrations.named_settings import name_of_sampling
+from dpoptim.privacy import Adjacency, PrivacyPlan
 
 PROGRAM = """
 import sys
@@ -94,3 +96,14 @@ def test_closed_pipe_is_not_an_error():
 def test_numbers_as_people_type_them():
     assert [count(text) for text in ("4.4M", "1_000", "1e6")] == [4_400_000, 1000, 1_000_000]
     assert [size(text) for text in ("4GB", "2 GiB", "100")] == [4_000_000_000, 2**31, 100]
+
+
+def test_sampling_has_one_default():
+    default = name_of_sampling(PrivacyPlan(num_examples=100, batch_size=10, steps=20).sampling)
+    assert default == Recipe.sampling == PrivacyArguments.sampling == "shuffled"
+    sizes = ["--steps", "9", "--batch-size", "5", "--num-examples", "99", "--epsilon", "1", "--delta", "1e-4"]
+    parser, _ = command_line()
+    for words in (["plan", *sizes], ["advise", "4M", *sizes]):
+        assert parser.parse_args(words).sampling == default
+    for words in (["train"], ["audit"]):  # which take it from a recipe
+        assert parser.parse_args(words).sampling is None

@@ -66,15 +66,17 @@ def test_flags_override_a_recipe(tmp_path, base, capsys):
     assert found["recipe"]["betas"] == [0.8, 0.9]
 
 
-def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, capsys):
+def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     before = set(tmp_path.rglob("*"))
     assert main([*base, "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Differentially private: epsilon = 4.0000")
-    assert len(text.splitlines()) <= 25
+    assert len(text.splitlines()) <= 24, "one screenful"
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[1].startswith("outlook    hopeless: the noise")
     for words in (
         "multiplier",
-        "outlook    hopeless: the noise",
         "memory     about",
         "parameters 35.6 kB",
         "s per step",

@@ -17,8 +17,8 @@ WORDS, PIECES = tiny.wordpiece(), tiny.bytepair()
 PIECES.pad_token = PIECES.eos_token
 TEXTS = [text for text in tiny.TEXTS if text] * 4
 LABELS = [number % 2 for number in range(len(TEXTS))]
-PRIVACY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)  # fast: no calibration
-CALIBRATED = PrivacyArguments(epsilon=8.0, delta=1e-3)
+PRIVACY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, sampling="poisson")  # fast: no calibration
+CALIBRATED = PrivacyArguments(epsilon=8.0, delta=1e-3, sampling="poisson")
 EXACT = PrivacyArguments(noise_multiplier=0.0, clip_norm=1e6, variant="dp_sgd", sampling="shuffled", delta=1e-3)
 
 

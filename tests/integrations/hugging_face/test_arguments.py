@@ -17,7 +17,7 @@ import dpoptim
 from dpoptim.integrations.hugging_face import PrivacyArguments
 from dpoptim.integrations.hugging_face.arguments import optimizer_for, plan_for
 from dpoptim.integrations.named_settings import CLIP_NORM
-from tests.integrations.hugging_face.cases import CALIBRATED, TEXTS, WORDS, classifier, masked_model, training_args
+from tests.integrations.hugging_face.cases import TEXTS, WORDS, classifier, masked_model, training_args
 
 PAGE = Path(__file__).parents[3] / "docs" / "hugging-face.md"
 
@@ -25,14 +25,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "hugging-face.md"
 def test_the_plan_follows_from_the_arguments(tmp_path):
     model = classifier()
 
-    def plan(examples: int = 100, privacy: PrivacyArguments = CALIBRATED, **changes: Any) -> dpoptim.PrivacyPlan:
+    def plan(examples: int = 100, privacy: PrivacyArguments | None = None, **changes: Any) -> dpoptim.PrivacyPlan:
+        privacy = privacy or PrivacyArguments(epsilon=8.0, delta=1e-3)
         return plan_for(privacy, training_args(tmp_path, **changes), examples=examples, model=model)
 
     calibrated = plan()
     assert (calibrated.num_examples, calibrated.batch_size, calibrated.steps) == (100, 6, 4)
     assert calibrated.clip_norm == CLIP_NORM
     assert calibrated.epsilon(delta=1e-3) == pytest.approx(8.0, abs=1e-3)
-    assert calibrated.sampling == dpoptim.Poisson()
+    assert calibrated.sampling == dpoptim.Shuffled()
+    assert calibrated.noise != dpoptim.Independent(), "the noise with the least error"
     quick = PrivacyArguments(noise_multiplier=1.0, delta=1e-3)
     assert plan(privacy=quick, max_grad_norm=0.5).clip_norm == 0.5
     assert plan(privacy=quick, max_steps=-1, num_train_epochs=3).steps == 50
@@ -45,7 +47,9 @@ def test_the_plan_follows_from_the_arguments(tmp_path):
     moments = PrivacyArguments(noise_multiplier=1.0, delta=1e-3, variant="joint_moments", sampling="shuffled")
     assert isinstance(plan(privacy=moments).release, dpoptim.JointMoments)
     assert plan(privacy=PrivacyArguments(noise_multiplier=1.0)).delta == 1e-3
-    declared = PrivacyArguments(noise_multiplier=1.0, delta=1e-3, adjacency="add_remove", num_examples=50)
+    declared = PrivacyArguments(
+        noise_multiplier=1.0, delta=1e-3, adjacency="add_remove", num_examples=50, sampling="poisson"
+    )
     assert plan(99, declared).num_examples == 50
 
 

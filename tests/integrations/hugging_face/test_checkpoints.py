@@ -11,6 +11,7 @@ import torch
 
 import dpoptim
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
+from dpoptim.integrations.hugging_face.checkpoints import newest_checkpoint
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
 from tests.integrations.hugging_face.cases import (
@@ -48,6 +49,37 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, kept, workers):
     assert resumed.state.epoch == straight.state.epoch
     logged = [(entry["step"], entry["epoch"]) for entry in resumed.state.log_history]
     assert logged == [(entry["step"], entry["epoch"]) for entry in straight.state.log_history]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    def trainer() -> Any:
+        return class_trainer(tmp_path, save_strategy="steps", save_steps=2)
+
+    straight = trainer()
+    straight.train()
+    newest = tmp_path / "out" / "checkpoint-4"
+    for name, left in (("optimizer.pt", 100), ("model.safetensors", 100), ("trainer_state.json", 20)):
+        whole = (newest / name).read_bytes()
+        (newest / name).write_bytes(whole[:left])
+        with pytest.raises(ValueError, match=rf"checkpoint-4/{name} cannot be read") as error:
+            trainer().train(resume_from_checkpoint=str(newest))
+        assert "\n" not in str(error.value)
+        if name != "trainer_state.json":
+            (newest / name).write_bytes(whole)
+    resumed = trainer()
+    with pytest.warns(UserWarning, match=r"trainer_state\.json cannot be read .* Resuming from checkpoint-2 instead"):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert_equal_weights(weights(straight.model), weights(resumed.model))
+    (newest / "trainer_state.json").unlink()
+    with pytest.warns(UserWarning, match=r"has no trainer_state\.json.* Resuming from checkpoint-2 instead"):
+        assert newest_checkpoint(str(tmp_path / "out")).name == "checkpoint-2"
+    (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="instead"),
+        pytest.raises(ValueError, match=r"checkpoint-2/optimizer\.pt cannot be read"),
+    ):
+        trainer().train(resume_from_checkpoint=True)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = "a count of parameters (4.4M), a folder with config.json, or a Hugging Face name"
     parser.add_argument("model", metavar="MODEL", help=model)
     training = shared.add_training(parser, required=True, title="training")
-    shared.add_sampling(training, default=Recipe.sampling)
+    shared.add_sampling(training)
     for flag in ("--clip-norm", "--betas"):
         shared.add_setting(training, flag)
     shared.add_noise_memory(parser.add_argument_group("noise"))
@@ -194,7 +194,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
 def _print_advice(advice: Advice, options: argparse.Namespace, *, train: str, counted: str | None) -> None:
     """Print the advice once all of it is made. Strings are code to be copied, so they are never wrapped."""
     console = shared.output_console()
-    more = _explanation(advice) if options.verbose else ["--verbose explains the advice and shows every mechanism."]
+    more = _explanation(advice) if options.verbose else ["--verbose explains this and shows every mechanism."]
     for part in [*_answer(advice, options, train, counted), *more]:
         if isinstance(part, str):
             print(part)
@@ -215,11 +215,16 @@ def _answer(advice: Advice, options: argparse.Namespace, train: str, counted: st
     yield f"  plan = {plan_line(advice.plan, options)}"
     yield f"  optimizer = {advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
     yield ""
-    yield Text.assemble((advice.variant, "bold"), f": {advice.reason}.")
-    yield Text.assemble(("noise", "bold"), f": {advice.choice.reason}.")
+    reason = advice.reason if options.verbose else advice.reason.partition(". ")[0]
+    yield Text.assemble((advice.variant, "bold"), f": {reason}.")
+    yield Text.assemble(("noise", "bold"), f": {advice.choice.reason.removeprefix(f'{advice.choice.chosen.name}: ')}.")
     yield Text(headline(advice.plan, options))
-    yield f"{advice.signal.parameters:,} parameters{of}; clip norm {advice.plan.clip_norm:g}; gradients {source}.\n"
-    yield shared.table_of(_to_try(advice, every_variant=options.verbose), words=3)
+    yield f"{advice.signal.parameters:,} parameters{of}; clip norm {advice.plan.clip_norm:g}; gradients {source}."
+    rows = _to_try(advice, every_variant=options.verbose)
+    if options.verbose:
+        yield shared.table_of(rows, words=3)
+    else:
+        yield shared.table_of([{"to try": row["to try"], "values": row["values"]} for row in rows], words=2)
 
 
 def _explanation(advice: Advice) -> Iterator[RenderableType]:

@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     plan = shared.add_training(parser, required=False, title="plan, if no RUN is given")
     plan.add_argument("--noise", metavar="KIND", help="as in `dpoptim train` (default: independent)")
-    plan.add_argument("--sampling", metavar="KIND", help="auto (default), poisson, shuffled, cyclic or cyclic:GROUPS")
+    plan.add_argument("--sampling", metavar="KIND", help="shuffled (default), auto, poisson, cyclic or cyclic:GROUPS")
     plan.add_argument("--clip-norm", type=float, metavar="C", help="bound on one gradient (default: 1)")
     game = parser.add_argument_group("game")
     variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpoptim.app.files import check_target
-from dpoptim.app.recipes.recipe import ADJACENCIES, flags
+from dpoptim.app.recipes.recipe import ADJACENCIES, Recipe, flags
 from dpoptim.arguments import check_number
 from dpoptim.integrations.optional import require
 
@@ -117,14 +117,14 @@ def add_training(parser: argparse.ArgumentParser, *, required: bool, title: str)
     return group
 
 
-def add_sampling(group: argparse._ArgumentGroup, *, default: str) -> None:
+def add_sampling(group: argparse._ArgumentGroup) -> None:
     """Add --sampling for commands that choose the noise."""
     group.add_argument(
         "--sampling",
-        choices=["auto", "poisson", "shuffled"],
-        default=default,
-        help="auto and poisson sample secretly, in cycles where noise is correlated; shuffled does not amplify "
-        "privacy (default: %(default)s)",
+        choices=["shuffled", "auto", "poisson"],
+        default=Recipe.sampling,
+        help="shuffled does not amplify privacy, so batches need not stay secret; auto and poisson sample secretly, in "
+        "cycles where noise is correlated (default: %(default)s)",
     )
 
 
@@ -223,7 +223,8 @@ def table_of(rows: Sequence[Mapping[str, str]], *, words: int, chosen: int | Non
     """A table without lines, with one column per key: `words` to the left, numbers to the right; one row is chosen."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    narrow = output_console().width < 100
+    table = Table(box=None, pad_edge=False, collapse_padding=narrow, header_style="bold")
     for place, title in enumerate(rows[0]):
         table.add_column(title, overflow="fold", no_wrap=place == 0, justify="left" if place < words else "right")
     for place, row in enumerate(rows):

@@ -34,13 +34,14 @@ from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 _DENSE_STEPS = 2_000  # searched in a minute if each example participates once
 LEGEND = """\
-RMSE: the error that noise leaves on prefix sums (or --workload) of averaged gradients at clip norm 1; lower is better.
+RMSE: the error that noise leaves on prefix sums (or --workload) of averaged
+gradients at clip norm 1; lower is better. σ: the noise multiplier.
 normals per step: rows of random numbers, which decide how long the noise takes."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     training = shared.add_training(parser, required=True, title="training")
-    shared.add_sampling(training, default="shuffled")
+    shared.add_sampling(training)
     noise = parser.add_argument_group("noise")
     noise.add_argument(
         "--parameters",
@@ -141,10 +142,7 @@ def main_candidates(choice: Choice) -> list[Candidate]:
 def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     plan, independent = choice.plan, choice.independent.rmse_mean
     shown = choice.candidates if options.verbose else main_candidates(choice)
-    rows = [
-        mechanism_row(one, {"ratio to independent": f"{one.rmse_mean / independent:.4f}"}, mechanism=one.name)
-        for one in shown
-    ]
+    rows = [mechanism_row(one, {"ratio": f"{one.rmse_mean / independent:.4f}"}, mechanism=one.name) for one in shown]
     table = shared.table_of(rows, words=1, chosen=[one is choice.chosen for one in shown].index(True))
     console = shared.output_console()
     console.print(f"Use {choice.reason}.", highlight=False, markup=False)
@@ -153,6 +151,7 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     console.print(headline(plan, options), highlight=False, markup=False)
     console.print(table)
     print(LEGEND)
+    print("ratio: mean RMSE over that of independent noise.")
     if len(shown) < len(choice.candidates):
         print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
     if options.gpus is not None:
@@ -215,7 +214,7 @@ def mechanism_row(candidate: Candidate, errors: dict[str, str], **names: str) ->
     """The mechanism's row of a table: these names, its errors and more of them, and what the noise costs."""
     return {
         **names,
-        "noise multiplier": f"{candidate.plan.noise_multiplier:.4f}",
+        "noise σ": f"{candidate.plan.noise_multiplier:.4f}",
         "RMSE mean": f"{candidate.rmse_mean:.4g}",
         "RMSE max": f"{candidate.rmse_max:.4g}",
         **errors,
@@ -231,7 +230,7 @@ def headline(plan: PrivacyPlan, options: argparse.Namespace) -> str:
         repeats = "each example participates once"
         if plan.max_participations > 1:
             repeats = f"{plan.max_participations} participations at least {plan.min_separation:,} steps apart"
-        sampling = f"Shuffled batches, without amplification: {repeats}."
+        sampling = f"Shuffled batches, not amplified: {repeats}."
     adjacency = plan.adjacency.value.replace("_", "-")
     return (
         f"epsilon = {options.epsilon:g} at delta = {options.delta:g}, {adjacency} adjacency; "

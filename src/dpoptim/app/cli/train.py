@@ -26,10 +26,11 @@ import datetime
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpoptim.app.cli.options import add_setting, say, silence_libraries
+from dpoptim.app.cli.options import add_setting, output_console, say, silence_libraries
 from dpoptim.app.format import duration, plain
 from dpoptim.app.recipes.recipe import Recipe, flags, read_recipe
 
@@ -126,7 +127,7 @@ def _dry_run(recipe: Recipe, options: argparse.Namespace, progress: ProgressRepo
     if options.json:
         print(json.dumps(plain(_estimate_values(setup, found)), indent=2))
     else:
-        print(_estimate_text(setup, found, verbose=options.verbose))
+        print(_estimate_text(setup, found, verbose=options.verbose, width=output_console().width))
     return 0
 
 
@@ -150,28 +151,30 @@ def _estimate_values(setup: RunSetup, found: Estimate) -> dict[str, Any]:
     }
 
 
-def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
+def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool, width: int) -> str:
+    """The answer in one screenful: guarantee, outlook, time and memory, then what they follow from."""
     from dpoptim.theory import format_bytes
 
     recipe, plan = setup.recipe, setup.plan
     statement = plan.statement()
     lines = [
         statement.splitlines()[0],
-        f"task       {recipe.task}, {setup.trained_parameters:,} trained parameters",
-        f"data       {plan.num_examples:,} training records; {_held_out(setup):,} more are held out for scores",
-        f"training   {plan.steps:,} steps of {plan.batch_size:,} records with {recipe.variant}, learning rate "
-        f"{recipe.learning_rate:g}",
-        f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
-        f"{recipe.adjacency.replace('_', '-')} adjacency",
         f"outlook    {plan.outlook(parameters=setup.trained_parameters)}",
         f"time       about {duration(found.run_seconds)} on {setup.device} in {recipe.dtype}, "
         f"{found.step_seconds:.3g} s per step (measured on random examples, without evaluations)",
         f"memory     about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
         f"one micro-batch {format_bytes(found.working_bytes)}",
+        f"task       {recipe.task}, {setup.trained_parameters:,} trained parameters",
+        f"data       {plan.num_examples:,} training records; {_held_out(setup):,} more are held out for scores",
+        f"training   {plan.steps:,} steps of {plan.batch_size:,} records with {recipe.variant}, learning rate "
+        f"{recipe.learning_rate:g}",
+        f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
+        f"{recipe.adjacency.replace('_', '-')} adjacency",
         "",
         "Nothing was written. Leave out --dry-run to train.",
     ]
+    lines = [textwrap.fill(line, width, subsequent_indent=" " * 11) for line in lines]
     if verbose:
         return "\n".join([*lines, "", statement, "", "The whole recipe:", "", recipe.to_toml()])
     return "\n".join([*lines, "--verbose also prints the privacy statement and the whole recipe."])

@@ -28,6 +28,7 @@ VARIANTS = (
 SCHEDULES = ("linear", "cosine", "constant")
 TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
 ADJACENCIES = ("zero-out", "add-remove", "replace")
+TARGETS = ("none", "tensorboard", "wandb")
 BUILT_IN = ("mlp", "small-cnn")
 """Models that need no files."""
 
@@ -90,6 +91,15 @@ def _betas(name: str, value: Any) -> tuple[float, float]:
     return check(f"{name}[0]", value[0]), check(f"{name}[1]", value[1])
 
 
+def _targets(name: str, value: Any) -> tuple[str, ...]:
+    given = names(name, [value] if isinstance(value, str) else value)
+    for part in given:
+        check_choice(name, part, TARGETS)
+    if "none" in given and len(given) > 1:
+        raise ValueError(f"{name}={list(given)} has none and others; give one or the other")
+    return tuple(part for part in dict.fromkeys(given) if part != "none")
+
+
 def names(name: str, value: Any) -> tuple[str, ...]:
     """Check that a setting is a list of strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
@@ -150,8 +160,9 @@ class Recipe:
         "noise over clip norm, instead of --epsilon")
     adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
     num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
-    sampling: str = _setting("auto", _TEXT, PRIVACY,
-        "auto (default: secret if proved for the noise), poisson, shuffled, cyclic, cyclic:GROUPS")
+    sampling: str = _setting("shuffled", _TEXT, PRIVACY,
+        "shuffled (default: batches need not stay secret), auto (secret if proved for the noise), poisson, cyclic, "
+        "cyclic:GROUPS")
     noise: str = _setting("auto", _TEXT, PRIVACY,
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
         "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
@@ -182,7 +193,8 @@ class Recipe:
     evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
     checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
     log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)")
-    report_to: str | None = _setting(None, _one_of("tensorboard"), RUN, "also write the log for TensorBoard")
+    report_to: tuple[str, ...] = _setting((), _kind(_targets, str, "NAME", choices=TARGETS, nargs="+"), RUN,
+        "where else to log; one or both")
     debug: bool = _setting(False, _SWITCH, RUN, "also log training losses and clipping: NOT private")
     # fmt: on
 

@@ -28,11 +28,13 @@ from dpoptim.app.recipes.defaults import smaller_micro_batch
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
+from dpoptim.app.runs.report_to import copies_of
 from dpoptim.app.runs.run_directory import (
     RunDirectory,
     checkpoints,
     load_checkpoint,
     load_newest,
+    load_tensors,
     save_checkpoint,
     set_aside_newer,
     step_of,
@@ -185,10 +187,9 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
             if step is not None:
                 cut_log(place.log_file, step)
                 set_aside_newer(place.checkpoints, step)
-            tensorboard = place.path / "tensorboard" if setup.recipe.report_to == "tensorboard" else None
-            log = RunLog(place.log_file, tensorboard=tensorboard)
             with stopping_between_steps() as stop:
                 try:
+                    log = RunLog(place.log_file, copies=copies_of(setup.recipe.report_to, place.path))
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except OSError as error:
                     found = checkpoints(place.checkpoints)
@@ -394,10 +395,10 @@ def load_trained(directory: str | Path) -> nn.Module:
     if recipe.model not in BUILT_IN:
         return load_model(task, place.model, label_names=names).eval()
     file = place.model / "model.pt"
+    state = load_tensors(file)
     try:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
         model.load_state_dict(state)
-    except Exception as error:  # torch raises errors of many types for files that are not its own
-        raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from error
+    except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({first_line(error)}). Restore the original.") from error
     return model.eval()

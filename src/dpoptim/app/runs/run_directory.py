@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,8 @@ from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_log import parsed, plan_and_epsilon
-from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
+from dpoptim.optim.out_of_memory import is_out_of_memory
 from dpoptim.privacy import PrivacyPlan
 
 
@@ -32,6 +33,7 @@ class RunDirectory:
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
+    | tensorboard/, wandb/, wandb.json | with `report_to`: copies of the log |
     | ../RUN.secret/noise.key | mode 0600: whoever has it can remove the noise |
     | ../RUN.secret/noise.steps | the step ledger: a digest of each released step |
 
@@ -93,6 +95,8 @@ class RunDirectory:
 
     def check_is_run(self) -> None:
         """Raise a ValueError if the folder is not a run directory."""
+        if not self.path.exists():
+            raise ValueError(f"run directory {self.path} does not exist")
         if not self.recipe_file.is_file():
             raise ValueError(f"{self.path} is not a run directory: it has no recipe.toml")
 
@@ -134,15 +138,25 @@ def step_of(path: Path) -> int:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
     file = path / "state.pt"
+    state = load_tensors(file)
+    if not (isinstance(state, dict) and state.keys() >= {"step", "model", "optimizer", "loader"}):
+        raise ValueError(f"{file} cannot be read (it is not a checkpoint). Restore the original.")
+    return state
+
+
+def load_tensors(file: Path) -> Any:
+    """Load plain values and tensors, without running code; a ValueError names a file that is broken or not ours."""
     try:
-        state = dict(torch.load(file, map_location="cpu", weights_only=True))
-        if not state.keys() >= {"step", "model", "optimizer", "loader"}:
-            raise ValueError("it is not a checkpoint")
-        return state
-    except MemoryError:
-        raise
-    except Exception as error:  # torch raises errors of many types for files that are not its own
-        raise ValueError(f"{file} cannot be read ({first_line(error)}). Restore the original.") from error
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}). Restore the original.") from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if is_out_of_memory(error):
+            raise
+        # torch would explain how to load such a file by running the code in it.
+        raise ValueError(
+            f"{file} cannot be read (it is damaged, or was not written by dpoptim). Restore the original."
+        ) from error
 
 
 def load_newest(folder: Path, note: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:

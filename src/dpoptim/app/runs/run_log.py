@@ -1,4 +1,4 @@
-"""The log of a run: writing it, mirroring it to TensorBoard, and reading a run's history and result back."""
+"""The log of a run: writing it, and reading a run's history and result back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import functools
 import itertools
 import json
 import math
-import shutil
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpoptim.app.files import naming, write_text
 from dpoptim.app.format import plain
@@ -26,20 +25,20 @@ Series = list[tuple[int, float]]
 _LOG = "log.jsonl"
 
 
+class Copy(Protocol):
+    """Receives the entries of a log, and first those that a resumed run has kept."""
+
+    def write(self, entry: dict[str, Any]) -> None: ...
+
+
 class RunLog:
-    """Appends entries to a log, one JSON object per line, and mirrors their numbers to a TensorBoard folder."""
+    """Appends entries to a log, one JSON object per line, and to copies of it."""
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
-        self._path = path
-        self._writer: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
-            shutil.rmtree(tensorboard, ignore_errors=True)
-            self._writer = SummaryWriter(str(tensorboard))
-            for entry in read_log(path):
-                self._mirror(entry)
+    def __init__(self, path: Path, *, copies: Sequence[Copy] = ()) -> None:
+        self._path, self._copies = path, copies
+        for entry in read_log(path) if copies else ():
+            if entry["kind"] not in ("start", "end"):  # of earlier sessions
+                self._copy(entry)
 
     def write(self, kind: str, **values: Any) -> None:
         entry: dict[str, Any] = {"kind": kind}
@@ -48,23 +47,11 @@ class RunLog:
         entry |= values
         with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
-        if self._writer is not None:
-            self._mirror(entry)
+        self._copy(entry)
 
-    def _mirror(self, entry: dict[str, Any]) -> None:
-        """Write the numbers of a step or evaluation to TensorBoard; the names of those that are not private say so."""
-        parts: dict[str, dict[str, Any]] = {}
-        if entry["kind"] == "evaluation":
-            parts["held-out"] = {name: entry[name] for name in ("loss", "accuracy", "perplexity")}
-        elif entry["kind"] == "step":
-            parts["run"] = {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")}
-            parts["released"] = entry["released"]
-            parts["not private, for debugging"] = entry.get("not_private", {})
-        for group, values in parts.items():
-            for name, value in values.items():
-                if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
-                    self._writer.add_scalar(f"{group}/{name}", value, entry["step"], walltime=0.0)
-        self._writer.flush()
+    def _copy(self, entry: dict[str, Any]) -> None:
+        for copy in self._copies:
+            copy.write(entry)
 
 
 def cut_log(path: Path, step: int) -> None:

@@ -17,11 +17,12 @@ from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.app.runs.report_to import check_installed
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.integrations.optional import first_line, require
+from dpoptim.integrations.optional import first_line
 from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -85,8 +86,7 @@ def prepare_run(
     device = chosen_device(recipe.device)
     if device.type == "cpu":
         keep_freed_memory()
-    if recipe.report_to == "tensorboard":
-        require("tensorboard", "report_to='tensorboard'")
+    check_installed(recipe.report_to)
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)

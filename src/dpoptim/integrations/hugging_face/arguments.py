@@ -43,7 +43,7 @@ class PrivacyArguments:
         delta: The δ of (ε, δ). Defaults to a power of ten of at most 1/(10·examples).
         noise_multiplier: The standard deviation of the noise on the clipped sum, over `clip_norm`.
         clip_norm: The bound on the gradient of one example. Defaults to max_grad_norm if that was changed.
-        sampling: auto, poisson, shuffled, cyclic or cyclic:GROUPS.
+        sampling: shuffled, auto, poisson, cyclic or cyclic:GROUPS.
         noise: auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS and others.
         adjacency: zero_out, add_remove or replace.
         num_examples: A public size of the dataset. Required under add_remove.
@@ -63,8 +63,8 @@ class PrivacyArguments:
     delta: float | None = _option(None, "The δ of (ε, δ); defaults to a power of ten of at most 1/(10·examples).")
     noise_multiplier: float | None = _option(None, "Noise on the clipped sum, over clip_norm; instead of epsilon.")
     clip_norm: float | None = _option(None, "Bound on ONE example's gradient; defaults to max_grad_norm if changed.")
-    sampling: str = _option("auto", "auto, poisson, shuffled, cyclic or cyclic:GROUPS.")
-    noise: str = _option("independent", "independent, auto, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
+    sampling: str = _option("shuffled", "shuffled, auto, poisson, cyclic or cyclic:GROUPS.")
+    noise: str = _option("auto", "auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
     num_examples: int | None = _option(None, "A public size of the dataset; required under add_remove.")
     variant: str = _option("scale_then_privatize", f"One of {', '.join(VARIANTS)}.")

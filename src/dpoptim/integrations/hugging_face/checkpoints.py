@@ -10,11 +10,17 @@ People upload output_dir, so no key may lie in it. Every run has its own key, an
 from __future__ import annotations
 
 import json
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from dpoptim.data.processes import Processes
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 
@@ -68,10 +74,50 @@ def run_secrets(
 
 def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:
     """Read the private loader's state; refuse a checkpoint that no private run can resume from."""
-    for name in ("optimizer.pt", "scheduler.pt", LOADER_STATE):
+    for name in ("optimizer.pt", "scheduler.pt", LOADER_STATE, "trainer_state.json"):
         if not (Path(checkpoint) / name).is_file():
             raise ValueError(
                 f"checkpoint {str(checkpoint)!r} has no {name}. Use one that was saved with save_only_model=False."
             )
     state: dict[str, Any] = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
     return state
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Refuse a checkpoint with a file that is missing, or cut off by a crash or a full disk."""
+    for file in sorted(checkpoint.glob("*.*")):
+        try:
+            if file.suffix == ".json":
+                json.loads(file.read_text(encoding="utf-8"))
+            elif file.suffix == ".safetensors":
+                with safe_open(file, "pt"):
+                    pass
+            elif file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):  # as torch saves them
+                raise ValueError("it is damaged")
+        except Exception as error:  # safetensors raises errors of its own types
+            raise ValueError(
+                f"{file} cannot be read ({first_line(error)}). Restore it, or resume from an older checkpoint."
+            ) from error
+    read_loader_state(checkpoint)
+
+
+def newest_checkpoint(output_dir: str) -> Path:
+    """Return the newest checkpoint that can be read, and warn about newer ones; output_dir if it has no checkpoint."""
+    found = sorted(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step_of)
+    while found:
+        newest = found.pop()
+        try:
+            check_readable(newest)
+        except ValueError as error:
+            if not found:
+                raise
+            if Processes.current().rank == 0:
+                warnings.warn(f"{error} Resuming from {found[-1].name} instead.", stacklevel=3)
+        else:
+            return newest
+    return Path(output_dir)
+
+
+def _step_of(checkpoint: Path) -> int:
+    step = checkpoint.name.rpartition("-")[2]
+    return int(step) if step.isdecimal() else -1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput
 
 from dpoptim.clipping import Captured, Released, check_training_loss
 from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
@@ -30,7 +30,14 @@ from dpoptim.integrations.accelerate import (
 )
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
-from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
+from dpoptim.integrations.hugging_face.checkpoints import (
+    LOADER_STATE,
+    RunSecrets,
+    check_readable,
+    newest_checkpoint,
+    read_loader_state,
+    run_secrets,
+)
 from dpoptim.integrations.hugging_face.supported import check_call, check_sharding, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
@@ -367,7 +374,9 @@ class PrivateTrainer(transformers.Trainer):
             raise ValueError("train() has already taken this trainer's steps. Create a new PrivateTrainer.")
         ready = self.optimizer is not None
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or self.args.output_dir
+            resume_from_checkpoint = str(newest_checkpoint(self.args.output_dir))
+        elif resume_from_checkpoint:
+            check_readable(Path(resume_from_checkpoint))
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         if resume_from_checkpoint and uses_fsdp2(self.accelerator):
             self._load_before_sharding(str(resume_from_checkpoint))
