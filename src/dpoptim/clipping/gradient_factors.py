@@ -10,6 +10,7 @@ may import this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,12 +89,12 @@ class Materialized(NamedTuple):
 
 
 GradientFactors = OuterProduct | RowUpdates | Materialized
-AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
+AnyFactors = TypeVar("AnyFactors", bound=OuterProduct | RowUpdates)
 
 
-def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
-    """Return the factors of the examples where `keep` is true."""
-    parts: list[Any] = [None if part is None else part[keep] for part in factors]
+def changed(factors: AnyFactors, change: Callable[[Tensor], Tensor]) -> AnyFactors:
+    """Return the factors with each of their tensors changed, [examples, positions, ...]."""
+    parts: list[Any] = [None if part is None else change(part) for part in factors]
     return type(factors)(*parts)
 
 

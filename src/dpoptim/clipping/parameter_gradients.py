@@ -14,12 +14,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, select
+from dpoptim.clipping.gradient_factors import (
+    GradientFactors,
+    Materialized,
+    OuterProduct,
+    RowUpdates,
+    changed,
+    choose_factors,
+)
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norm_methods import NormMethod
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
+from dpoptim.kernels.user_rows import UserRows
 
 # A gradient's parts may be this many times larger than the gradient before their rounding matters. If squares cancel,
 # the same limit applies to the square.
@@ -68,6 +76,10 @@ class ParameterGradients:
         return self._first.shape[0]
 
     @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    @property
     def positions(self) -> int:
         """Number of positions of all uses; 0 if only gradients themselves are held."""
         if self.is_dense:
@@ -87,11 +99,21 @@ class ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""
         return replace(
             self,
-            outers=[select(use, keep) for use in self.outers],
-            rows=[select(use, keep) for use in self.rows],
+            outers=[changed(use, lambda part: part[keep]) for use in self.outers],
+            rows=[changed(use, lambda part: part[keep]) for use in self.rows],
             dense=None if self.dense is None else self.dense[keep],
             kept=[],
         )
+
+    def of_users(self, users: UserRows) -> ParameterGradients:
+        """Return the gradients of users: the sum over the rows of each, as one use in all their positions."""
+        found = ParameterGradients(self.shape, self.precision)
+        uses: list[OuterProduct | RowUpdates] = [*self.outers, *self.rows]
+        for use in uses:
+            found.add(choose_factors(changed(use, users.side_by_side), self.shape, 0)[0])
+        if self.dense is not None:
+            found.add(Materialized(users.summed(self.dense)))
+        return found
 
     # -- norms -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +210,7 @@ class ParameterGradients:
     def _projected_parts(self, scale: Tensor | None) -> Tensor:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, a bound on their norm."""
         if not self.outers:
-            return torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
+            return torch.zeros(self.examples, dtype=torch.float64, device=self.device)
         largest = None if scale is None else scale.amax()
         first, *others = (
             length_products(use.left, use.right, left_lengths=use.left_lengths, factor=largest) for use in self.outers
@@ -243,7 +265,7 @@ class ParameterGradients:
             found = norms_c.outer_squares(*self._factors(), scale.reshape(self._matrix))
             if found is not None:
                 return found
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self.device)
         squared_scale = None if scale is None else scale.square()
         for rows, block in self._blocks():  # each block is a new tensor
             squares = block.square_().flatten(1)
@@ -257,7 +279,7 @@ class ParameterGradients:
 
     def _uncancelled(self, scale: Tensor | None) -> Tensor:
         """An upper bound on Σ_t ‖scale ⊙ (part of g_j at position t)‖, in float64."""
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self.device)
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
             total += length_products(left, outer.right)
@@ -272,7 +294,7 @@ class ParameterGradients:
         """Return g_j itself."""
         if self.dense is not None and self.is_dense:
             return wide(self.dense[j])
-        own = self.select(torch.tensor([j], device=self._first.device))
+        own = self.select(torch.tensor([j], device=self.device))
         return torch.cat([block[0] for _, block in own._blocks()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
