@@ -27,7 +27,8 @@ def plan(**changes: Any) -> dpoptim.PrivacyPlan:
 
 
 def loader(the_plan: dpoptim.PrivacyPlan, **options: Any) -> Any:
-    return dpoptim.private_loader(list(range(len(IDS))), the_plan, **{"users": IDS, **RUN, **options})
+    data: Any = list(range(len(IDS)))
+    return dpoptim.private_loader(data, the_plan, **{"users": IDS, **RUN, **options})
 
 
 @pytest.mark.parametrize("sampling", [dpoptim.Shuffled(), dpoptim.Poisson(), dpoptim.CyclicPoisson(bands=2)])
@@ -122,16 +123,18 @@ def test_ids_that_name_nobody_are_refused(bad, message):
 def test_ids_may_be_arrays_tensors_and_columns():
     expected = [0, 1, 0]
     columns = [{"who": "x", "n": 1}, {"who": "y", "n": 2}, {"who": "x", "n": 3}]
-    for dataset, users in (
+    cases: list[Any] = [
         (range(3), np.array(["x", "y", "x"])),
         (range(3), torch.tensor([9, -1, 9])),
         (range(3), (np.int32(5), np.int64(6), 5)),
         (columns, "who"),
-    ):
+    ]
+    for dataset, users in cases:
         assert UserRecords(read_user_ids(dataset, users)).user_of.tolist() == expected
     datasets = pytest.importorskip("datasets")
     assert UserRecords(read_user_ids(datasets.Dataset.from_list(columns), "who")).user_of.tolist() == expected
-    for dataset in (columns, datasets.Dataset.from_list(columns), [1, 2]):
+    wrong: list[Any] = [columns, datasets.Dataset.from_list(columns), [1, 2]]
+    for dataset in wrong:
         with pytest.raises(ValueError, match="users='name'"):
             read_user_ids(dataset, "name")
 
@@ -167,8 +170,8 @@ def test_a_state_with_other_ids_is_refused():
     swapped = [*IDS[:-2], IDS[-1], IDS[-2]]
     with pytest.raises(ValueError, match="other ids of users"):
         loader(plan(), users=swapped).load_state_dict(state)
-    assert "users" not in dpoptim.private_loader(list(range(9)), plan(
-        unit="example", records_per_user=None, num_examples=9)).state_dict()  # fmt: skip
+    of_examples = plan(unit="example", records_per_user=None, num_examples=len(IDS))
+    assert "users" not in loader(of_examples, users=None).state_dict()
 
 
 def test_the_length_of_a_loader():
