@@ -168,8 +168,7 @@ class ClippedSums:
         for name in batch.gradients:
             batch.gradients[name] = batch.gradients[name].of_users(users)
         batch.examples = len(counts)
-        device = next(iter(batch.gradients.values())).device
-        return 1 / users.counts.to(device, torch.float64)
+        return 1 / users.counts.to(next(iter(self.parameters.values())).device, torch.float64)
 
     def _clip_and_sum_shards(self, batch: PhysicalBatch, factor: Factor, shards: Shards) -> None:
         """Clip and sum a batch of this process, and add up the sums of all processes.

@@ -104,7 +104,7 @@ def _directions(factor: Tensor) -> Tensor:
     return (torch.randn(width, 2, generator=generator, device="cpu") / width**0.5).to(factor)
 
 
-def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
+def chosen(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
     """Return g_j itself if memory allows, else its factors, and how many of the extra bytes it takes."""
     if isinstance(factors, RowUpdates) and factors.is_small_formed(shape[0]):
         return factors.formed(shape[0]), 0

@@ -14,14 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import (
-    GradientFactors,
-    Materialized,
-    OuterProduct,
-    RowUpdates,
-    changed,
-    choose_factors,
-)
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, changed, chosen
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
@@ -50,10 +43,12 @@ class ParameterGradients:
     dense: Tensor | None = None
     kept: list[tuple[Tensor, int]] = field(default_factory=list)  # each tensor with its version
 
-    def add(self, factors: GradientFactors) -> None:
+    def add(self, given: GradientFactors, extra_memory: int = 0) -> int:
+        """Add a use, as g_j itself if memory allows; return how many of the extra bytes it takes."""
+        factors, spent = chosen(given, self.shape, extra_memory)
         if isinstance(factors, Materialized) and self.dense is not None:
             self.dense = wide(self.dense) + wide(factors.grads)  # a new tensor, so the parts can be freed
-            return
+            return spent
         self.kept += [(part, part._version) for part in factors if part is not None]
         if isinstance(factors, OuterProduct):
             self.outers.append(factors)
@@ -61,6 +56,7 @@ class ParameterGradients:
             self.rows.append(factors)
         else:
             self.dense = factors.grads
+        return spent
 
     @property
     def was_overwritten(self) -> bool:
@@ -74,10 +70,6 @@ class ParameterGradients:
     @property
     def examples(self) -> int:
         return self._first.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self._first.device
 
     @property
     def positions(self) -> int:
@@ -110,7 +102,7 @@ class ParameterGradients:
         found = ParameterGradients(self.shape, self.precision)
         uses: list[OuterProduct | RowUpdates] = [*self.outers, *self.rows]
         for use in uses:
-            found.add(choose_factors(changed(use, users.side_by_side), self.shape, 0)[0])
+            found.add(changed(use, users.side_by_side))
         if self.dense is not None:
             found.add(Materialized(users.summed(self.dense)))
         return found
@@ -210,7 +202,7 @@ class ParameterGradients:
     def _projected_parts(self, scale: Tensor | None) -> Tensor:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, a bound on their norm."""
         if not self.outers:
-            return torch.zeros(self.examples, dtype=torch.float64, device=self.device)
+            return torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         largest = None if scale is None else scale.amax()
         first, *others = (
             length_products(use.left, use.right, left_lengths=use.left_lengths, factor=largest) for use in self.outers
@@ -265,7 +257,7 @@ class ParameterGradients:
             found = norms_c.outer_squares(*self._factors(), scale.reshape(self._matrix))
             if found is not None:
                 return found
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self.device)
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         squared_scale = None if scale is None else scale.square()
         for rows, block in self._blocks():  # each block is a new tensor
             squares = block.square_().flatten(1)
@@ -279,7 +271,7 @@ class ParameterGradients:
 
     def _uncancelled(self, scale: Tensor | None) -> Tensor:
         """An upper bound on Σ_t ‖scale ⊙ (part of g_j at position t)‖, in float64."""
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self.device)
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
             total += length_products(left, outer.right)
@@ -294,7 +286,7 @@ class ParameterGradients:
         """Return g_j itself."""
         if self.dense is not None and self.is_dense:
             return wide(self.dense[j])
-        own = self.select(torch.tensor([j], device=self.device))
+        own = self.select(torch.tensor([j], device=self._first.device))
         return torch.cat([block[0] for _, block in own._blocks()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
