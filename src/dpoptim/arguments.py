@@ -100,6 +100,6 @@ def check_delta(delta: float | None, num_examples: int | None = None, *, optiona
     check_number("delta", delta, above=0.0, below=1.0, hint="Use less than 1/num_examples.")
     if num_examples is not None and float(delta or 0) >= 1 / num_examples:
         raise ValueError(
-            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
-            f"such as {default_delta(num_examples):g}."
+            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records or users. Use "
+            f"less, such as {default_delta(num_examples):g}."
         )

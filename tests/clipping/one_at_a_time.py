@@ -35,7 +35,13 @@ def clipped_sum_one_at_a_time(
     clip_norm: float,
     scale: Mapping[str, Tensor] | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    gradients = gradients_one_at_a_time(model, loss_fn, batch, examples)
+    return clip_and_sum(gradients_one_at_a_time(model, loss_fn, batch, examples), clip_norm, scale)
+
+
+def clip_and_sum(
+    gradients: list[dict[str, Tensor]], clip_norm: float, scale: Mapping[str, Tensor] | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Clip whole gradients by name and add them up; also return their norms."""
     sums = {name: torch.zeros_like(g) for name, g in gradients[0].items()}
     norms = []
     for own in gradients:

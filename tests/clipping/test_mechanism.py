@@ -72,10 +72,8 @@ class TestLevel:
 
     def test_an_empty_batch_is_noise_alone(self):
         released = release_of(torch.zeros(0, self.WIDTH, dtype=torch.float64), plan(), dpoptim.Gradient())
-        normals = dpoptim.noise.normals(
-            KEY.for_run(""), stream="gradient", name="inner.weight", step=0, count=self.WIDTH
-        )
-        assert torch.equal(released.gradient["inner.weight"][0], normals / 4)
+        source = dpoptim.noise.NormalSource.of_tensor(KEY.for_run(""), "inner.weight", numel=self.WIDTH)
+        assert torch.equal(released.gradient["inner.weight"][0], source.normals(0, dtype=torch.float64) / 4)
 
     def test_correlated_noise_has_the_level_of_its_row(self):
         the_plan = plan(noise=dpoptim.BandedToeplitz(bands=4), steps=10, num_examples=40)

@@ -12,7 +12,8 @@ import torch
 from dpoptim.kernels import c_compiler
 from dpoptim.kernels import normals as box_muller_module
 from dpoptim.kernels.normals import compiled_box_muller
-from dpoptim.noise import NoiseKey, normals
+from dpoptim.noise import NoiseKey
+from tests.noise.explicit import normals
 
 normals_file = importlib.import_module("dpoptim.noise.normals")
 KEY = NoiseKey.from_bytes(bytes(range(32)))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dpoptim.noise import NoiseKey
-from dpoptim.noise.normals import normals
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
+from tests.noise.explicit import normals
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 KEY = NoiseKey.from_bytes(bytes(range(32)))

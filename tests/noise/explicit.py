@@ -21,13 +21,13 @@ from dpoptim.noise import (
     NoiseKey,
     NoiseMemory,
     NoiseStream,
+    NormalSource,
     PrefixSums,
     SquareRoot,
     Strategy,
     TensorPart,
     ToeplitzStrategy,
     Workload,
-    normals,
 )
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
@@ -134,6 +134,22 @@ def make(
 
 def rows(stream: NoiseStream, count: int) -> torch.Tensor:
     return torch.stack([stream.row(step) for step in range(count)])
+
+
+def normals(
+    key: NoiseKey,
+    *,
+    stream: str,
+    name: str,
+    step: int,
+    start: int = 0,
+    count: int,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """Return elements [start, start + count) of the normals of a tensor, by the plain functions on every device."""
+    source = NormalSource.of_tensor(key, name, numel=count, start=start, stream=stream, dtype=dtype, device=device)
+    return source._plain(step, dtype, 0, count)
 
 
 def fresh_normals(steps: int, numel: int = 33) -> torch.Tensor:

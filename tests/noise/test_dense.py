@@ -20,6 +20,7 @@ from dpoptim.noise import (
     Workload,
 )
 from dpoptim.noise.search.dense import Dense, _Overlap, soft_worst_pattern
+from dpoptim.noise.search.objective import workload_matrix
 from tests.noise.explicit import brute_force_sensitivity, scaled_error
 
 PATTERNS = [(10, 2, 3), (8, 3, 1), pytest.param(11, 4, 2, marks=pytest.mark.slow)]
@@ -54,7 +55,7 @@ def test_conditions_of_optimality(steps: int, kind: str) -> None:
     """Every C with unit columns has ‖AC⁻¹‖_F²·tr Y ≥ (tr (AYAᵀ)^½)² for Y diagonal; at the optimum Y = X⁻¹AᵀAX⁻¹."""
     workload = workloads(steps)[kind]
     strategy = Dense(workload=workload).optimize(steps=steps)
-    matrix, sums = strategy.strategy_matrix(), workload.matrix(steps)
+    matrix, sums = strategy.strategy_matrix(), workload_matrix(workload, steps)
     noise = sums @ np.linalg.inv(matrix)
     assert strategy.mean_error(workload) == pytest.approx(np.linalg.norm(noise) / np.sqrt(steps), rel=1e-9)
     np.testing.assert_allclose(np.linalg.norm(matrix, axis=0), 1.0, rtol=1e-12)
@@ -90,7 +91,7 @@ def test_several_participations_are_proved_to_be_the_best(steps: int, times: int
     """The dual matrix Y bounds the product of every strategy, whose sensitivity² is at least tr(XY)."""
     best = Dense().optimize(steps=steps, max_participations=times, min_separation=apart)
     matrix = best.strategy_matrix() / best.sensitivity(max_participations=times, min_separation=apart)
-    sums = torch.from_numpy(PrefixSums().matrix(steps))
+    sums = torch.from_numpy(workload_matrix(PrefixSums(), steps))
     overlap = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=1e3)
     dual = overlap.value(matrix)[2].numpy()
     generator = np.random.default_rng(1)
@@ -146,7 +147,7 @@ def test_participation_in_every_step(kind: str) -> None:
     steps = 9
     workload, pattern = workloads(steps)[kind], {"max_participations": 9, "min_separation": 1}
     strategy = Dense(workload=workload).optimize(steps=steps, **pattern)
-    norms = np.linalg.norm(workload.matrix(steps), axis=0)
+    norms = np.linalg.norm(workload_matrix(workload, steps), axis=0)
     assert strategy.bands == 1
     assert scaled_error(strategy, 9, 1, workload=workload) == pytest.approx(norms.sum() / np.sqrt(steps), rel=1e-12)
     generator = np.random.default_rng(2)
@@ -172,7 +173,7 @@ def test_gradient_of_the_smoothed_product(steps: int, times: int, apart: int) ->
     generator = np.random.default_rng(7)
     at = np.tril(0.2 * generator.normal(size=(steps, steps))) + np.eye(steps)
     along = np.tril(generator.normal(size=(steps, steps)))
-    sums = torch.from_numpy(PrefixSums(momentum=0.5).matrix(steps))
+    sums = torch.from_numpy(workload_matrix(PrefixSums(momentum=0.5), steps))
     overlap = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=10.0)
     slope = overlap.value(at)[1]
     difference = overlap.value(at + 1e-6 * along)[0] - overlap.value(at - 1e-6 * along)[0]

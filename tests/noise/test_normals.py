@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from hashlib import sha256
 from itertools import combinations, pairwise
 
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SCRATCH_ROWS, SINE_COEFS, box_muller
-from dpoptim.noise import NoiseKey, keystream, normals, uniform_words, words
+from dpoptim.noise import NoiseKey, keystream, uniform_words, words
+from dpoptim.noise.normals import _CHUNK
+from tests.noise.explicit import normals
 
-_CHUNK = importlib.import_module("dpoptim.noise.normals")._CHUNK
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 SUBKEY = bytes(range(32))
 GOLDEN = ["0x1.03916952d84c8p+1", "0x1.ec2f62874ea47p-1", "0x1.9e196101e68d9p-1", "-0x1.5c9e933042c99p-2"]
@@ -81,8 +81,9 @@ def test_blocks_far_apart_differ() -> None:
         ({"step": -1}, "step"),
         ({"step": 2**64}, "step"),
         ({"start": -1}, "start"),
-        ({"count": -1}, "count"),
-        ({"dtype": torch.int64}, "dtype, got torch.int64"),
+        ({"count": -1}, "numel"),
+        ({"dtype": torch.int64}, "Noise in torch.int64 would reveal"),
+        ({"dtype": torch.bfloat16}, "Noise in torch.bfloat16 would reveal"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
@@ -135,7 +136,7 @@ def test_global_generators_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_dtypes_and_devices_round_the_same_values_once(dtype: torch.dtype, device: str) -> None:
     made = normals(KEY, stream="g", name="w", step=3, start=1, count=1001, dtype=dtype, device=device)
     assert made.dtype == dtype

@@ -31,12 +31,12 @@ from dpoptim.noise import (
     ToeplitzStrategy,
     Workload,
     inverse_series,
-    inverse_sqrt_series,
     sqrt_series,
 )
 from dpoptim.noise.search import banded_inverse, buffered
 from dpoptim.noise.search.banded import _falling, log_error, optimal_banded
-from dpoptim.noise.search.objective import Objective, SearchObjective
+from dpoptim.noise.search.banded_inverse import inverse_sqrt_series
+from dpoptim.noise.search.objective import Objective, SearchObjective, workload_matrix
 from tests.noise.explicit import patterns, scaled_error
 
 search_banded = inspect.unwrap(optimal_banded)  # without the cache
@@ -197,7 +197,7 @@ def test_gradient_of_a_banded_matrix(shape: tuple[int, int], seed: int, kind: st
     matrix = sum(torch.diag(at[lag, : steps - lag], -lag) for lag in range(bands))
     assert isinstance(matrix, torch.Tensor)
     matrix = matrix / matrix.norm(dim=0)
-    noise = torch.from_numpy(workload.matrix(steps)) @ torch.linalg.inv(matrix)
+    noise = torch.from_numpy(workload_matrix(workload, steps)) @ torch.linalg.inv(matrix)
     expected = (noise**2).sum().log()
     (gradient,) = torch.autograd.grad(expected, at)
     found = log_error(at, torch.from_numpy(workload.inverse_diagonals(steps)))
@@ -309,7 +309,7 @@ def proven_error(matrix: np.ndarray, workload: Workload, bands: int) -> float:
     For every Y ≥ 0 that is zero within the band except for its diagonal, X = CᵀC has tr(XY) = tr Y, and so
     ‖AC⁻¹‖_F²·tr Y ≥ (tr (AYAᵀ)^½)². At the optimum Y = X⁻¹AᵀAX⁻¹ makes them equal.
     """
-    steps, sums = len(matrix), workload.matrix(len(matrix))
+    steps, sums = len(matrix), workload_matrix(workload, len(matrix))
     inverse = np.linalg.inv(matrix.T @ matrix)
     dual = inverse @ sums.T @ sums @ inverse
     lag = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))

@@ -13,11 +13,11 @@ from dpoptim.noise import (
     BufferedToeplitzStrategy,
     divide,
     inverse_series,
-    inverse_sqrt_series,
     multiply,
     series,
     sqrt_series,
 )
+from dpoptim.noise.search.banded_inverse import inverse_sqrt_series
 from dpoptim.noise.search.objective import correlate
 from dpoptim.noise.series import noising_series, powers
 from tests.noise.explicit import buffered

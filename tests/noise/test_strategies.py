@@ -30,8 +30,9 @@ from dpoptim.noise import (
     StrategySpec,
     ToeplitzStrategy,
     Workload,
-    inverse_sqrt_series,
 )
+from dpoptim.noise.search.banded_inverse import inverse_sqrt_series
+from dpoptim.noise.search.objective import workload_matrix
 from dpoptim.noise.strategies.matrix import times_banded
 from tests.noise.explicit import (
     STRATEGIES,
@@ -169,7 +170,7 @@ def test_products_with_a_banded_inverse() -> None:
     strategy, workload = random_matrix(40, 6, 5), DecayedSums(beta=0.9)
     inverse = torch.from_numpy(workload.inverse_diagonals(40))
     found = times_banded(torch.from_numpy(strategy.diagonals.copy()), inverse).numpy()
-    explicit = strategy.strategy_matrix() @ np.linalg.inv(workload.matrix(40))
+    explicit = strategy.strategy_matrix() @ np.linalg.inv(workload_matrix(workload, 40))
     for lag in range(40):
         expected = found[lag, : 40 - lag] if lag < len(found) else np.zeros(40 - lag)
         np.testing.assert_allclose(np.diagonal(explicit, -lag), expected, atol=1e-10)
@@ -240,7 +241,7 @@ def test_independent_golden_error_and_ratio() -> None:
 
 def test_row_norms_give_the_golden_bias_of_the_second_moment() -> None:
     """b_t = Σ_i weight of step i·‖row i of C⁻¹‖², with the weights of a debiased average."""
-    average = DecayedSums(beta=0.9).matrix(20)[-1]
+    average = workload_matrix(DecayedSums(beta=0.9), 20)[-1]
     banded = ToeplitzStrategy(steps=20, strategy_coefs=(1.0, 0.5, 0.3))
     assert average @ banded.row_norms() ** 2 == pytest.approx(1.2836411, abs=5e-8)
     assert average @ Independent().optimize(steps=20).row_norms() ** 2 == pytest.approx(1.0, abs=1e-14)

@@ -25,10 +25,9 @@ from dpoptim.noise import (
     Strategy,
     TensorPart,
     ToeplitzStrategy,
-    normals,
 )
 from dpoptim.noise.streams import RowMemory, add_product
-from tests.noise.explicit import KEY, STEPS, STRATEGIES, WITH_PAST, fresh_normals, make, rows
+from tests.noise.explicit import KEY, STEPS, STRATEGIES, WITH_PAST, fresh_normals, make, normals, rows
 
 normals_module = importlib.import_module("dpoptim.noise.normals")
 SHORT = NoiseMemory(bits=16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.linalg import toeplitz
 
 from dpoptim.noise import DecayedSums, PrefixSums, Workload
-from dpoptim.noise.search.objective import mean_square
+from dpoptim.noise.search.objective import mean_square, workload_matrix
 from dpoptim.noise.workloads import toeplitz_errors
 from tests.noise.explicit import matrix_by_recurrence, workloads
 
@@ -40,7 +40,7 @@ def random_coefs(steps: int, seed: int) -> np.ndarray:
 def test_matrix_inverse_and_coefficients_are_those_of_the_recurrence(case: tuple[Workload, int]) -> None:
     workload, steps = case
     expected = matrix_by_recurrence(workload, steps)
-    np.testing.assert_allclose(workload.matrix(steps), expected, rtol=1e-10, atol=1e-13 * expected.max())
+    np.testing.assert_allclose(workload_matrix(workload, steps), expected, rtol=1e-10, atol=1e-13 * expected.max())
     inverse = np.zeros((steps, steps))
     for lag, diagonal in enumerate(workload.inverse_diagonals(steps)):
         assert not diagonal[max(steps - lag, 0) :].any()  # nothing outside of the matrix
@@ -87,11 +87,11 @@ def test_gradient_of_the_mean_square(case: tuple[Workload, int], seed: int) -> N
 @pytest.mark.parametrize("workload", [PrefixSums(momentum=0.9, weight_decay=0.01), DecayedSums(beta=0.999)])
 def test_long_workloads_agree_with_their_schedules_and_matrices(workload: Workload) -> None:
     steps, coefs = 300, np.concatenate([[1.0], -0.4 * np.arange(1, 300) ** -1.5])
-    noise = workload.matrix(steps) @ noising_matrix(coefs)
+    noise = workload_matrix(workload, steps) @ noising_matrix(coefs)
     np.testing.assert_allclose(toeplitz_errors(workload, coefs), (noise**2).sum(axis=1), rtol=1e-10)
     if isinstance(workload, PrefixSums):
         constant = PrefixSums(momentum=0.9, weight_decay=0.01, learning_rate=(1.0,) * steps)
-        np.testing.assert_allclose(constant.matrix(steps), workload.matrix(steps), rtol=1e-12)
+        np.testing.assert_allclose(workload_matrix(constant, steps), workload_matrix(workload, steps), rtol=1e-12)
         np.testing.assert_allclose(toeplitz_errors(constant, coefs), toeplitz_errors(workload, coefs), rtol=1e-10)
         (found, slope), (expected, expected_slope) = (mean_square(kind, coefs) for kind in (constant, workload))
         assert found == pytest.approx(expected, rel=1e-9)
@@ -100,10 +100,10 @@ def test_long_workloads_agree_with_their_schedules_and_matrices(workload: Worklo
 
 def test_debiasing_starts_at_the_value_itself() -> None:
     for beta in (0.0, 0.3, 0.999, 1 - 1e-12):
-        matrix = DecayedSums(beta=beta).matrix(6)
+        matrix = workload_matrix(DecayedSums(beta=beta), 6)
         np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=1e-12)
         np.testing.assert_allclose(matrix[0, 0], 1.0, rtol=1e-15)
-    np.testing.assert_array_equal(DecayedSums(beta=0.0).matrix(4), np.eye(4))
+    np.testing.assert_array_equal(workload_matrix(DecayedSums(beta=0.0), 4), np.eye(4))
 
 
 def test_workloads_are_values() -> None:
@@ -138,6 +138,6 @@ def test_weight_decay_is_limited_by_the_largest_learning_rate() -> None:
 
 def test_a_schedule_needs_one_rate_per_step() -> None:
     workload = PrefixSums(learning_rate=(1.0, 0.5, 0.1))
-    for method in (workload.matrix, workload.coefs, workload.inverse_diagonals):
+    for method in (workload.coefs, workload.inverse_diagonals):
         with pytest.raises(ValueError, match="one learning_rate per step, got 3 for 4 steps"):
             method(4)

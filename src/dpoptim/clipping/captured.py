@@ -40,10 +40,11 @@ MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a f
 class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
-    Batches run without a graph on a CPU, without Triton, if sums of squares are released too, if the arguments hold
-    numbers, strings or objects, under an autocast that began outside `losses`, or if the model or `losses` waits for
-    the device or draws random numbers on the host. With a large model, they also run without a graph while something
-    outside still holds the gradient of the last step, because a graph would overwrite it.
+    Batches run without a graph on a CPU, without Triton, if the plan protects users, if sums of squares are released
+    too, if the arguments hold numbers, strings or objects, under an autocast that began outside `losses`, or if the
+    model or `losses` waits for the device or draws random numbers on the host. With a large model, they also run
+    without a graph while something outside still holds the gradient of the last step, because a graph would overwrite
+    it.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
     depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
@@ -84,7 +85,8 @@ class Captured:
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = read_arguments(self._losses, args, kwargs, devices[0])
         is_sharded = self._sums.shards is not None
-        if is_sharded or batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
+        is_plain = is_sharded or self._sums.by_user or self._sums.with_squares or batch.examples == 0
+        if is_plain or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")

@@ -5,11 +5,13 @@ gradient is not finite, or has a norm above 1.8e19 whose square overflows float3
 sum therefore changes by at most clip_norm under zero-out or add-remove adjacency, and by at most 2·clip_norm when one
 example replaces another. The scale enters the norm only: dividing the noise by it equals scaling, adding noise and
 unscaling.
+
+With `by_user`, "example" means a user: g_j is the mean gradient of all rows of user j, which are in one physical batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +26,11 @@ from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.kernels.norm_methods import Explanation
+from dpoptim.kernels.user_rows import UserRows
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
+Factor = float | Tensor  # what undoes the division of a loss: one number, or one per user
 
 
 @dataclass
@@ -55,6 +59,7 @@ class ClippedSums:
         extra_memory: int = 0,  # bytes that a physical batch may use beyond activations and their gradients
         allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
         shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
+        by_user: bool = False,  # clip the mean gradient of each user's rows
     ) -> None:
         check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
@@ -63,6 +68,8 @@ class ClippedSums:
         self.parameters = {name: own_part(p) for name, p in model.named_parameters() if p.requires_grad}
         self.shards = shards
         self.skips_batch = False  # the next batch is a placeholder
+        self.by_user = by_user
+        self.rows_of_users: Sequence[int] | None = None  # in the next physical batch, whose rows are in this order
         self.with_squares = squares
         self._empty = FlatTensors(self.parameters)
         self.saves_memory = len(self._empty.names) > 1  # at the cost of waiting for the device
@@ -130,7 +137,9 @@ class ClippedSums:
         self.clear_sums()
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
-        factor = batch.examples if self.mean_loss else 1
+        factor: Factor = batch.examples if self.mean_loss else 1
+        if self.by_user:
+            factor = factor * self._group_by_user(batch)
         if self.shards is not None:
             self._clip_and_sum_shards(batch, factor, self.shards)
             return
@@ -147,7 +156,21 @@ class ClippedSums:
         if not self.saves_memory:
             self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
 
-    def _clip_and_sum_shards(self, batch: PhysicalBatch, factor: int, shards: Shards) -> None:
+    def _group_by_user(self, batch: PhysicalBatch) -> Tensor:
+        """Replace the gradients of rows with the sums over each user's rows; return what turns these into means."""
+        counts, self.rows_of_users = self.rows_of_users, None
+        if counts is None or sum(counts) != batch.examples:
+            raise ValueError(
+                "the rows of the batch are not those that the loader drew, so it is unknown which user each belongs "
+                "to. Run one model call on the whole batch, one backward and one step() per batch"
+            )
+        users = UserRows(counts)
+        for name in batch.gradients:
+            batch.gradients[name] = batch.gradients[name].of_users(users)
+        batch.examples = len(counts)
+        return 1 / users.counts.to(next(iter(self.parameters.values())).device, torch.float64)
+
+    def _clip_and_sum_shards(self, batch: PhysicalBatch, factor: Factor, shards: Shards) -> None:
         """Clip and sum a batch of this process, and add up the sums of all processes.
 
         All processes do this equally often, some of them with placeholders, whose clip weights are 0. An example whose
@@ -176,7 +199,7 @@ class ClippedSums:
             self._outcomes.append(clipped.counts)
             self.norms.append(clipped.norms)
 
-    def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
+    def _clip(self, gradients: Gradients, scale: Scale, factor: Factor) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
         squared, min_trusted_norm = _measured(gradients, scale)
         is_double = any(own.precision == torch.float64 for own in gradients.values())
@@ -254,13 +277,14 @@ class ClippedSums:
         if settle is not None:
             settle()
 
-    def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
+    def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: Factor = 1) -> None:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
         for j in rows:
+            own_factor = factor[j] if isinstance(factor, Tensor) else factor
             own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
             scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
             squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
-            found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+            found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=own_factor, dtype=torch.float64)
             found.counts[0] = 0  # clipping was counted with its batch
             self._outcomes.append(found.counts)
             alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}

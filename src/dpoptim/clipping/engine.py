@@ -27,7 +27,7 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
+from dpoptim.clipping.gradient_factors import GradientFactors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.parameter_gradients import ParameterGradients
@@ -423,8 +423,6 @@ class Engine:
         gradients = batch.gradients.get(name)
         if gradients is None:
             gradients = batch.gradients[name] = ParameterGradients(parameter.shape, wide_dtype(parameter.dtype))
-        factors, spent = choose_factors(factors, parameter.shape, batch.extra_memory)
-        batch.extra_memory -= spent
         examples = factors[0].shape[0]  # faster than len()
         if batch.examples and examples != batch.examples:
             self._refuse(
@@ -436,7 +434,7 @@ class Engine:
             if is_averaging():
                 self._refuse(AVERAGED)
             self._may_average = True  # looked at once
-        gradients.add(factors)
+        batch.extra_memory -= gradients.add(factors, batch.extra_memory)
 
     def _batch_of(self, call: LayerCall, backward: int) -> PhysicalBatch:
         """Return the physical batch of a layer call: the open one, or a new one after closing it."""

@@ -10,6 +10,7 @@ may import this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,12 +89,12 @@ class Materialized(NamedTuple):
 
 
 GradientFactors = OuterProduct | RowUpdates | Materialized
-AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
+AnyFactors = TypeVar("AnyFactors", bound=OuterProduct | RowUpdates)
 
 
-def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
-    """Return the factors of the examples where `keep` is true."""
-    parts: list[Any] = [None if part is None else part[keep] for part in factors]
+def changed(factors: AnyFactors, change: Callable[[Tensor], Tensor]) -> AnyFactors:
+    """Return the factors with each of their tensors changed, [examples, positions, ...]."""
+    parts: list[Any] = [None if part is None else change(part) for part in factors]
     return type(factors)(*parts)
 
 
@@ -103,7 +104,7 @@ def _directions(factor: Tensor) -> Tensor:
     return (torch.randn(width, 2, generator=generator, device="cpu") / width**0.5).to(factor)
 
 
-def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
+def chosen(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
     """Return g_j itself if memory allows, else its factors, and how many of the extra bytes it takes."""
     if isinstance(factors, RowUpdates) and factors.is_small_formed(shape[0]):
         return factors.formed(shape[0]), 0

@@ -65,6 +65,8 @@ class PrivateMechanism:
                 f"the plan has {plan.release} and the optimizer {release}. Squares without noise are not private, so "
                 "both must request them (plan.with_release(dpoptim.NoiselessSquare())), or neither"
             )
+        if plan.unit == "user" and external_batches:
+            raise ValueError("external_batches=True cannot show whose records are whose. Use private_loader(users=...)")
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
         clipping_memory = check_whole("clipping_memory", clipping_memory, low=0)
@@ -92,6 +94,7 @@ class PrivateMechanism:
             extra_memory=clipping_memory,
             allow_mixing=self.plan.allow_mixing is not None,
             shards=self.shards,
+            by_user=plan.unit == "user",
         )
         self._sums.engine.attach()
         self._own_processes = f"{self.processes.count}{'' if self.shards is None else ' with sharded parameters'}"
@@ -100,7 +103,8 @@ class PrivateMechanism:
         """Called before noise is added, with the step and the `_content` of the release."""
         # Batches and their tickets from a private_loader:
         self._external_batches = external_batches
-        self.needs_loader = self.processes.count > 1  # refuse batches that no private_loader drew
+        # Refuse batches that no private_loader drew:
+        self.needs_loader = self.processes.count > 1 or plan.unit == "user"
         self.loader_key_fingerprint: str | None = None
         self.part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a physical batch
         self._has_loader = self._batch_is_open = False
@@ -223,6 +227,7 @@ class PrivateMechanism:
         except BaseException:  # the rest of the batch is refused
             self._drop(everything=True)
             raise
+        self._sums.rows_of_users = None
         examples = self._sums.examples
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
         if ticket is None:
@@ -256,7 +261,7 @@ class PrivateMechanism:
                 "an earlier part of this batch failed, so the rest is refused. Create the loader again, with its own "
                 f"key and run_id, and start_step={self.step}"
             )
-        self._sums.skips_batch = ticket.is_placeholder
+        self._sums.skips_batch, self._sums.rows_of_users = ticket.is_placeholder, ticket.rows_of_users
         if ticket.is_placeholder and self.shards is not None and not self._sums.engine.batch.is_open:
             self._refuse_batch("a batch was not differentiated, and other processes wait. Run one backward per batch")
         if ticket.is_placeholder and self.shards is None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, select
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, changed, chosen
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norm_methods import NormMethod
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
+from dpoptim.kernels.user_rows import UserRows
 
 # A gradient's parts may be this many times larger than the gradient before their rounding matters. If squares cancel,
 # the same limit applies to the square.
@@ -42,10 +43,12 @@ class ParameterGradients:
     dense: Tensor | None = None
     kept: list[tuple[Tensor, int]] = field(default_factory=list)  # each tensor with its version
 
-    def add(self, factors: GradientFactors) -> None:
+    def add(self, given: GradientFactors, extra_memory: int = 0) -> int:
+        """Add a use, as g_j itself if memory allows; return how many of the extra bytes it takes."""
+        factors, spent = chosen(given, self.shape, extra_memory)
         if isinstance(factors, Materialized) and self.dense is not None:
             self.dense = wide(self.dense) + wide(factors.grads)  # a new tensor, so the parts can be freed
-            return
+            return spent
         self.kept += [(part, part._version) for part in factors if part is not None]
         if isinstance(factors, OuterProduct):
             self.outers.append(factors)
@@ -53,6 +56,7 @@ class ParameterGradients:
             self.rows.append(factors)
         else:
             self.dense = factors.grads
+        return spent
 
     @property
     def was_overwritten(self) -> bool:
@@ -87,11 +91,21 @@ class ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""
         return replace(
             self,
-            outers=[select(use, keep) for use in self.outers],
-            rows=[select(use, keep) for use in self.rows],
+            outers=[changed(use, lambda part: part[keep]) for use in self.outers],
+            rows=[changed(use, lambda part: part[keep]) for use in self.rows],
             dense=None if self.dense is None else self.dense[keep],
             kept=[],
         )
+
+    def of_users(self, users: UserRows) -> ParameterGradients:
+        """Return the gradients of users: the sum over the rows of each, as one use in all their positions."""
+        found = ParameterGradients(self.shape, self.precision)
+        uses: list[OuterProduct | RowUpdates] = [*self.outers, *self.rows]
+        for use in uses:
+            found.add(changed(use, users.side_by_side))
+        if self.dense is not None:
+            found.add(Materialized(users.summed(self.dense)))
+        return found
 
     # -- norms -----------------------------------------------------------------------------------------------------
 

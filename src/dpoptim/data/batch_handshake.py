@@ -25,11 +25,12 @@ class Ticket:
     step: int
     key_fingerprint: str
     processes: Processes  # of the loader
-    physical_examples: int
+    physical_examples: int  # or users
     is_placeholder: bool  # this process has no more examples in the step; the one in the batch must not count
     opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped
     closes_batch: bool  # the last of its step; noise is added and the update is made
     part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a part, and its value
+    rows_of_users: tuple[int, ...] | None = None  # how many rows each user has; the rows are in the order of the users
 
     @property
     def is_valid(self) -> bool:

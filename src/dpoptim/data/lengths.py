@@ -45,7 +45,7 @@ def cut_by_length(
     if len(lengths) == 0:
         return []
     order = np.argsort(lengths, kind="stable")
-    widths = _rounded_up(lengths[order], bucket)
+    widths = rounded_up(lengths[order], bucket)
     most = len(lengths) if max_examples is None else min(max_examples, len(lengths))
     max_tokens = min(max_tokens, np.iinfo(np.int64).max)
     unit = min(multiple, most, max(max_tokens // int(widths[-1]), 1))
@@ -103,7 +103,7 @@ def pad_to_bucket(sequences: Sequence[Row], *, value: int, bucket: int = 64) -> 
         raise ValueError("Expected at least one sequence, got none: sequences is empty.")
     check_whole("bucket", bucket)
     counts = [len(row) for row in sequences]
-    width = max(_rounded_up(max(counts), bucket), bucket)
+    width = max(rounded_up(max(counts), bucket), bucket)
     flat = _flatten([row for row, count in zip(sequences, counts, strict=True) if count])
     filled = torch.arange(width, device=flat.device) < torch.tensor(counts, device=flat.device)[:, None]
     return flat.new_full(filled.shape, value).masked_scatter_(filled, flat)
@@ -124,5 +124,6 @@ def _flatten(rows: Sequence[Row]) -> Tensor:
     return flat.long()
 
 
-def _rounded_up(lengths: Any, bucket: int) -> Any:
+def rounded_up(lengths: Any, bucket: int) -> Any:
+    """Round up to multiples of `bucket`."""
     return -(-lengths // bucket) * bucket

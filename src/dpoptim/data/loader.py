@@ -22,13 +22,19 @@ from dpoptim.data.processes import Processes
 from dpoptim.data.record_fingerprint import fingerprint_few, fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
 from dpoptim.data.secret_randomness import check_rng
+from dpoptim.data.users import OrderedCollate, UserRecords, cut_by_user, read_user_ids
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
+
+Part = tuple[list[int], tuple[int, ...]]
+"""The records of a physical batch, and how many each user has if the plan protects users."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLoader:
     """The steps of a plan, each as one or more collated batches; made by `private_loader`.
+
+    If the plan protects users, each batch has the records of several users, one user's after the other's.
 
     Guarantee: the batches of step t are a function of (key, run_id, t) and the plan only, and each step is drawn once.
     A new iteration continues at the first step that was not yielded completely; after the last step it is refused.
@@ -48,12 +54,14 @@ class PrivateLoader:
     digest: str | None
     fetching: dict[str, Any]  # collate_fn and workers, for torch's DataLoader
     processes: Processes
+    users: UserRecords | None = None
     generation: int = field(default=0, init=False)
     step_ends: bool = field(default=False, init=False)  # whether the last batch was the last of its step
 
     def __post_init__(self) -> None:
         self._begin_run(self.run_id)
         self._dataset_size = len(cast(Sized, self.dataset))
+        self._units = self._dataset_size if self.users is None else len(self.users)
 
     def _begin_run(self, run_id: str) -> None:
         """Draw from (key, run_id, step): the privacy losses of two runs add up only if their draws are independent."""
@@ -72,7 +80,7 @@ class PrivateLoader:
         if self.lengths is None:
             if self.micro_batch_size is None:
                 return remaining
-            if not self.plan.sampling.is_random:
+            if self.users is None and not self.plan.sampling.is_random:
                 largest = self.processes.shares(range(self.plan.batch_size))[0]
                 return remaining * -(-len(largest) // self.micro_batch_size)
         raise TypeError("the number of micro-batches is unknown before a batch is drawn and split. Use .steps instead.")
@@ -123,23 +131,25 @@ class PrivateLoader:
             step,
             num_examples=plan.num_examples,
             batch_size=plan.batch_size,
-            dataset_size=self._dataset_size,
+            dataset_size=self._units,
         )
-        of_processes = [self._parts(share) for share in self.processes.shares(indices)]
+        divide = self._parts if self.users is None else functools.partial(self._parts_of_users, self.users, step)
+        of_processes = [divide(share) for share in self.processes.shares(indices)]
         parts = of_processes[self.processes.rank]
         number_of_parts = max(1, *map(len, of_processes))  # layers of sharded models wait for all processes
         settings = (("micro_batch_tokens", self.micro_batch_tokens), ("micro_batch_size", self.micro_batch_size))
         limits = [(name, limit) for name, limit in settings if limit is not None]
         for number in range(number_of_parts):
             is_placeholder = number >= len(parts)
-            part = [0] if is_placeholder else parts[number]
+            part, rows_of_users = ([0], (1,)) if is_placeholder else parts[number]
             ticket = Ticket(
                 loader=weakref.ref(self),
                 generation=self.generation,
                 step=step,
                 key_fingerprint=self._fingerprint,
                 processes=self.processes,
-                physical_examples=len(part),
+                physical_examples=len(part) if self.users is None else len(rows_of_users),
+                rows_of_users=None if self.users is None else rows_of_users,
                 is_placeholder=is_placeholder,
                 opens_batch=number == 0,
                 closes_batch=number == number_of_parts - 1,
@@ -147,13 +157,25 @@ class PrivateLoader:
             )
             yield part, ticket
 
-    def _parts(self, indices: Integers) -> list[list[int]]:
+    def _parts_of_users(self, users: UserRecords, step: int, drawn: Integers) -> list[Part]:
+        """The records of the users of one step in parts."""
+        most = cast(int, self.plan.records_per_user)
+        parts = cut_by_user(
+            [users.drawn(self._draws, step, user, most=most) for user in drawn.tolist()],
+            lengths=self.lengths,
+            max_records=self.micro_batch_size,
+            max_tokens=self.micro_batch_tokens,
+            bucket=self.bucket,
+        )
+        return [(np.concatenate(part).tolist(), tuple(map(len, part))) for part in parts]
+
+    def _parts(self, indices: Integers) -> list[Part]:
         """The examples of one step in parts; no part for an empty sample."""
         if self.lengths is None or self.micro_batch_tokens is None:
             if self.micro_batch_size is None or not len(indices):
-                return [indices.tolist()] if len(indices) else []
+                return [(indices.tolist(), ())] if len(indices) else []
             parts = -(-len(indices) // self.micro_batch_size)
-            return [part.tolist() for part in np.array_split(indices, parts)]  # equal parts have few shapes
+            return [(part.tolist(), ()) for part in np.array_split(indices, parts)]  # equal parts have few shapes
         positions = cut_by_length(
             self.lengths[indices],
             max_tokens=self.micro_batch_tokens,
@@ -161,7 +183,7 @@ class PrivateLoader:
             bucket=self.bucket,
             multiple=part_multiple(self.plan.batch_size),
         )
-        return [indices[part].tolist() for part in positions]
+        return [(indices[part].tolist(), ()) for part in positions]
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint. It contains the key's fingerprint, never the key."""
@@ -171,6 +193,7 @@ class PrivateLoader:
             "key_fingerprint": self.key.fingerprint(),
             "dataset": self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16],  # the size may be private
             "records": self._records_digest,
+            **({} if self.users is None else {"users": self.users.digest(self.key)}),
         }
 
     @functools.cached_property
@@ -191,6 +214,8 @@ class PrivateLoader:
             raise ValueError(
                 "the state was saved with different examples, or in a different order. Load the run's original dataset."
             )
+        if state.get("users") != own.get("users"):
+            raise ValueError("the state was saved with other ids of users. Load the run's original ids.")
         next_step = _checked_step("next_step", state["next_step"], self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))
@@ -219,6 +244,7 @@ def private_loader(
     dataset: torch.utils.data.Dataset[Any],
     plan: PrivacyPlan,
     *,
+    users: Sequence[Any] | NDArray[Any] | Tensor | str | None = None,
     key: NoiseKey | None = None,
     run_id: str | None = None,
     micro_batch_size: int | None = None,
@@ -241,9 +267,11 @@ def private_loader(
         dataset: A map-style dataset. All examples must have the same keys and types. Lists and tuples are checked now,
             other datasets batch by batch. The guarantee covers neither a later refusal nor the step of that refusal.
         plan: The same plan object that the optimizer gets.
+        users: If the plan protects users: the id of its user for each record, or the name of a column with them.
         key: The secret key of the draws; a new one by default.
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
-        micro_batch_size: The largest number of examples in a part.
+        micro_batch_size: The largest number of examples in a part, or of records if the plan protects users. A user
+            is never split: one with more records is a part by itself.
         lengths: One length per example, such as its number of tokens. Each part then has examples of similar length.
         micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part.
         bucket: Padded widths are multiples of this.
@@ -264,7 +292,8 @@ def private_loader(
     >>> sorted(int(i) for batch in loader for i in batch)
     [0, 1, 2, 3, 4, 5]
     """
-    size = _checked_size(dataset, plan)
+    whose = _checked_users(dataset, plan, users)
+    size = _checked_size(dataset, plan, whose)
     if micro_batch_size is not None:
         micro_batch_size = check_whole("micro_batch_size", micro_batch_size)
     start_step = _checked_step("start_step", start_step, plan.steps)
@@ -276,7 +305,9 @@ def private_loader(
     if digest is not None and not isinstance(digest, str):
         raise ValueError(f"Expected a string digest that names the examples, got {type(digest).__name__}.")
     check_rng(collate_fn=collate_fn)
-    if check_schema and micro_batch_size != 1:
+    if whose is not None and collate_fn is not None:
+        collate_fn = OrderedCollate(collate_fn)
+    if check_schema and (micro_batch_size != 1 or whose is not None):
         if is_in_memory(dataset):
             check_records("dataset", dataset)
         else:
@@ -296,6 +327,7 @@ def private_loader(
         digest=digest,
         fetching={"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory},
         processes=processes,
+        users=whose,
     )
     if processes.count > 1:
         records = fingerprint_in_memory(dataset, loader.key) or fingerprint_few(dataset, loader.key)
@@ -304,8 +336,24 @@ def private_loader(
     return loader
 
 
-def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> int:
-    """Return the size of the dataset; if it is public, it must equal the plan's num_examples."""
+def _checked_users(dataset: Any, plan: PrivacyPlan, users: Any) -> UserRecords | None:
+    """Return whose record is whose if the plan protects users."""
+    if (plan.unit == "user") != (users is not None):
+        given = "None" if users is None else "given"
+        raise ValueError(
+            f"users is {given}, but the plan has unit={plan.unit!r}. To protect users, give both: "
+            "PrivacyPlan(unit='user', records_per_user=...) and the id of its user for each record."
+        )
+    if users is None:
+        return None
+    _check_map_style(dataset)
+    ids = read_user_ids(dataset, users)
+    if len(ids) != len(dataset):
+        raise ValueError(f"Expected one user's id per record, got {len(ids)} ids for {len(dataset)} records.")
+    return UserRecords(ids)
+
+
+def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
@@ -313,13 +361,19 @@ def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> 
             f"Expected a map-style dataset (__getitem__ and __len__), got {type(dataset).__name__}. Put a stream into "
             "a list first."
         )
+
+
+def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan, users: UserRecords | None) -> int:
+    """Return the size of the dataset; the number of examples or users must be the plan's, if it is public."""
+    _check_map_style(dataset)
     size = len(cast(Sized, dataset))
     if size == 0:
         raise ValueError("Expected at least one example, but dataset is empty.")
-    if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
+    units = size if users is None else len(users)
+    if plan.adjacency.dataset_size_is_public and units != plan.num_examples:
         raise ValueError(
-            f"dataset has {size} examples, but the plan has num_examples={plan.num_examples}. Create the plan with "
-            f"num_examples={size}."
+            f"dataset has {units} {plan.unit}s, but the plan has num_examples={plan.num_examples}. Create the plan "
+            f"with num_examples={units}."
         )
     return size
 

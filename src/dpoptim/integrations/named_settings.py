@@ -79,6 +79,7 @@ def make_plan(
     noise_multiplier: float | None,
     delta: float,
     parameters: int | nn.Module,
+    records_per_user: int | None = None,
     release: Release = Gradient(),  # noqa: B008
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
@@ -100,7 +101,8 @@ def make_plan(
         plan = PrivacyPlan(
             num_examples=num_examples, batch_size=batch_size, steps=steps, clip_norm=clip_norm,
             sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
-            noise_multiplier=noise_multiplier, delta=delta,
+            noise_multiplier=noise_multiplier, delta=delta, records_per_user=records_per_user,
+            unit="example" if records_per_user is None else "user",
         )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):

@@ -13,6 +13,7 @@ _TRAINING_ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "bf16",
 )  # fmt: skip
+_IF_GIVEN = ("user_column", "records_per_user")
 _MAY_CHANGE = (  # of PrivacyArguments and recipes
     "key_file", "log_norms", "debug_loss", "device", "log_every", "checkpoint_every", "evaluate_every",
     "micro_batch_size", "micro_batch_tokens", "report_to",
@@ -40,7 +41,11 @@ def trainer_settings(args: Any, privacy: Any) -> dict[str, Any]:
     """The settings of a PrivateTrainer run, from its TrainingArguments and PrivacyArguments."""
     return {
         **{name: _plain(getattr(args, name, None)) for name in _TRAINING_ARGUMENTS},
-        **{name: _plain(value) for name, value in vars(privacy).items() if name not in _MAY_CHANGE},
+        **{
+            name: _plain(value)
+            for name, value in vars(privacy).items()
+            if name not in _MAY_CHANGE and not (name in _IF_GIVEN and value is None)
+        },
     }
 
 

@@ -19,13 +19,13 @@ class ClipResult(NamedTuple):
 
 
 def clip_weights(
-    squared: Tensor, min_trusted_norm: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype
+    squared: Tensor, min_trusted_norm: Tensor | None, *, clip_norm: float, factor: float | Tensor, dtype: torch.dtype
 ) -> ClipResult:
     """Turn squared norms, float64 [examples], into clip weights c_j = min(1, clip_norm / norm); c_j = 1 for norm 0.
 
-    `factor` undoes a loss that was divided by it. An example gets weight 0 if its norm is not finite, or so large that
-    float32 has no such weight at full precision (rounding could double it). The norm of an example cannot be trusted
-    if it is below `min_trusted_norm`·factor, or if that bound is NaN.
+    `factor`, a number or one per example, undoes a loss that was divided by it. An example gets weight 0 if its norm is
+    not finite, or so large that float32 has no such weight at full precision (rounding could double it). The norm of an
+    example cannot be trusted if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
     weights = (limit / norms).clamp_(max=1.0)
@@ -37,7 +37,7 @@ def clip_weights(
         needs_recompute = is_kept ^ is_summed
     weights = torch.where(is_summed, weights, 0.0)
     counts = torch.stack([norms > limit, ~is_kept, needs_recompute]).sum(1)
-    if factor != 1:
+    if isinstance(factor, Tensor) or factor != 1:
         norms, weights = norms * factor, weights * factor
     return ClipResult(norms.to(dtype), weights.to(dtype), needs_recompute, counts)
 

@@ -1,12 +1,12 @@
 """Keyed normals, streams of correlated noise, strategies and the searches for them."""
 
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.normals import NormalSource, TensorPart, keystream, normals, uniform_words, words
+from dpoptim.noise.normals import NormalSource, TensorPart, keystream, uniform_words, words
 from dpoptim.noise.search.banded import Banded, BandedToeplitz
 from dpoptim.noise.search.banded_inverse import BandedInverse
 from dpoptim.noise.search.buffered import BufferedToeplitz
 from dpoptim.noise.search.dense import Dense
-from dpoptim.noise.series import divide, inverse_series, inverse_sqrt_series, multiply, sqrt_series
+from dpoptim.noise.series import divide, inverse_series, multiply, sqrt_series
 from dpoptim.noise.strategies.base import Strategy, StrategySpec, saved_strategy, strategy_state
 from dpoptim.noise.strategies.matrix import MatrixStrategy
 from dpoptim.noise.strategies.toeplitz import (
@@ -45,10 +45,8 @@ __all__ = [
     "Workload",
     "divide",
     "inverse_series",
-    "inverse_sqrt_series",
     "keystream",
     "multiply",
-    "normals",
     "saved_strategy",
     "sqrt_series",
     "strategy_state",

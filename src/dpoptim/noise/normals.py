@@ -91,53 +91,6 @@ def uniform_words(key: NoiseKey, *, domain: str, step: int, count: int) -> NDArr
     return words(key.subkey("sampling", domain), step=step, count=count)
 
 
-def normals(
-    key: NoiseKey,
-    *,
-    stream: str,
-    name: str,
-    step: int,
-    start: int = 0,
-    count: int,
-    dtype: torch.dtype = torch.float64,
-    device: str | torch.device = "cpu",
-) -> torch.Tensor:
-    """Return elements [start, start + count) of the standard normals of tensor `name` at `step`.
-
-        (w_0, w_1, ...) = words of ChaCha20(subkey(stream, name), nonce = step)
-        u = (w_2k + ½)·2^-64 in (0, 1],   (n_2k, n_2k+1) = sqrt(-2 ln u)·(cos, sin)(2π·w_2k+1·2^-64)
-
-    Args:
-        key: The secret of the run.
-        stream: The noise stream, such as "gradient" or "square".
-        name: The tensor's name.
-        step: The step, counted from 0.
-        start: The first element.
-        count: How many elements; may be 0.
-        dtype: Values are computed in float64 and rounded once to this dtype.
-        device: Where the result lives.
-
-    Guarantee: element i has the same bits in any slice, order of calls, machine, device and number of threads.
-    Elements of different (stream, name, step) are independent if ChaCha20 is a pseudo-random function.
-
-    Finite precision: the theorems assume real-valued Gaussians. Here each normal uses 64 bits of keystream, and the
-    radius takes one of 2^64 values. The tail is cut at 9.493, which costs at most 2^-64 per pair in total variation
-    (2^-42 for 4.4 million normals). ε does not cover the gaps between the floating-point values of a released sum.
-
-    >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> whole = normals(key, stream="gradient", name="weight", step=7, count=10)
-    >>> torch.equal(normals(key, stream="gradient", name="weight", step=7, start=3, count=4), whole[3:7])
-    True
-    """
-    count = check_whole("count", count, low=0)
-    if not dtype.is_floating_point:
-        raise ValueError(f"Expected a floating dtype, got {dtype}. Use torch.float32 or torch.float64.")
-    source = NormalSource.of_tensor(key, name, numel=count, start=start, stream=stream, device=device)
-    # numpy has no bfloat16, so torch rounds to the narrow dtypes at the end.
-    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
-    return source._plain(step, wide, 0, count).to(dtype)
-
-
 def _fill_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
     """Return independent jobs that fill a CPU vector with the normals from element `start` on."""
     target = out.numpy()
@@ -190,7 +143,10 @@ class TensorPart:
 
 @dataclass(frozen=True, kw_only=True)
 class NormalSource:
-    """The normals of several tensor parts in one noise stream, concatenated to rows.
+    """The standard normals of several tensor parts in one noise stream, concatenated to rows.
+
+        (w_0, w_1, ...) = words of ChaCha20(subkey(stream, name), nonce = step)
+        u = (w_2k + ½)·2^-64 in (0, 1],   (n_2k, n_2k+1) = sqrt(-2 ln u)·(cos, sin)(2π·w_2k+1·2^-64)
 
     Attributes:
         key: The secret of the run.
@@ -199,7 +155,13 @@ class NormalSource:
         dtype: The dtype of the rows, float32 or float64.
         device: Where the rows live.
 
-    Guarantee: an element's noise depends only on its tensor's name and its position there, not on the other parts.
+    Guarantee: an element's noise depends only on its tensor's name and its position there, not on the other parts. It
+    has the same bits in any slice, order of calls, machine, device and number of threads. Elements of different
+    (stream, name, step) are independent if ChaCha20 is a pseudo-random function.
+
+    Finite precision: the theorems assume real-valued Gaussians. Here each normal uses 64 bits of keystream, and the
+    radius takes one of 2^64 values. The tail is cut at 9.493, which costs at most 2^-64 per pair in total variation
+    (2^-42 for 4.4 million normals). ε does not cover the gaps between the floating-point values of a released sum.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
     >>> parts = (TensorPart(name="weight", numel=3), TensorPart(name="bias", numel=2))

@@ -78,19 +78,6 @@ def sqrt_series(n: int) -> Series:
     return np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
 
 
-def inverse_sqrt_series(n: int) -> Series:
-    """Return the first n coefficients of (1-x)^(1/2), the inverse of `sqrt_series`.
-
-        g_0 = 1,   g_k = g_{k-1}·(2k-3)/(2k)
-
-    >>> inverse_sqrt_series(5).tolist() == [1, -1 / 2, -1 / 8, -1 / 16, -5 / 128]
-    True
-    """
-    n = check_whole("n", n)
-    k = np.arange(1, n, dtype=np.float64)
-    return np.concatenate([[1.0], np.cumprod((2 * k - 3) / (2 * k))])
-
-
 def noising_series(decays: ArrayLike, weights: ArrayLike, steps: int) -> Series:
     """Return the first coefficients of 1/c(x), for c(x) = 1 + x·Σ_j weights[j]/(1 - decays[j]·x).
 

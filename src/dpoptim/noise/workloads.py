@@ -30,12 +30,8 @@ class PrefixSums(ShortRepr):
         weight_decay: At least 0, with learning_rate·weight_decay < 1.
         learning_rate: One positive number, or one for each step.
 
-    >>> PrefixSums().matrix(3).tolist()
-    [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
-    >>> PrefixSums(momentum=0.5).matrix(3)[2].tolist()
-    [1.75, 1.5, 1.0]
-    >>> PrefixSums(learning_rate=(4.0, 2.0, 1.0)).matrix(3)[2].tolist()
-    [4.0, 2.0, 1.0]
+    >>> PrefixSums(momentum=0.5).coefs(3).tolist()
+    [1.0, 1.5, 1.75]
     """
 
     momentum: float = 0.0
@@ -80,10 +76,6 @@ class PrefixSums(ShortRepr):
         diagonals[2, :-2] = self.momentum * decays[1:-1] / rates[1:-1]
         return diagonals if self.momentum else diagonals[:2]
 
-    def matrix(self, steps: int) -> Matrix:
-        """Return A as float64 [steps, steps]."""
-        return _inverse(self.inverse_diagonals(steps))
-
     def _rates(self, steps: int) -> Series:
         if not isinstance(self.learning_rate, tuple):
             return np.full(steps, float(self.learning_rate))
@@ -102,8 +94,8 @@ class DecayedSums(ShortRepr):
         beta: In [0, 1). For sums without decay use `PrefixSums`.
         debiased: Whether to divide by 1 - beta^t.
 
-    >>> DecayedSums(beta=0.5).matrix(2).round(6).tolist()
-    [[1.0, 0.0], [0.333333, 0.666667]]
+    >>> DecayedSums(beta=0.5).coefs(2).tolist(), DecayedSums(beta=0.5).row_scales(2).round(6).tolist()
+    ([0.5, 0.25], [2.0, 1.333333])
     """
 
     beta: float
@@ -133,10 +125,6 @@ class DecayedSums(ShortRepr):
         diagonals = np.stack([first, -self.beta * first])
         diagonals[1, -1] = 0.0
         return diagonals
-
-    def matrix(self, steps: int) -> Matrix:
-        """Return A as float64 [steps, steps]."""
-        return _inverse(self.inverse_diagonals(steps))
 
 
 Workload = PrefixSums | DecayedSums
@@ -176,16 +164,3 @@ def toeplitz_errors(workload: Workload, noising_coefs: Series) -> Series:
         errors[step] = row @ row
         past = [row, *past[:-1]]
     return errors
-
-
-def _inverse(diagonals: Matrix) -> Matrix:
-    """Invert the lower triangular matrix with these diagonals, row by row."""
-    steps = diagonals.shape[1]
-    inverse = np.zeros((steps, steps))
-    for step in range(steps):
-        row = inverse[step]
-        row[step] = 1.0
-        for lag in range(1, min(len(diagonals) - 1, step) + 1):
-            row -= diagonals[lag, step - lag] * inverse[step - lag]
-        row /= diagonals[0, step]
-    return inverse

@@ -47,7 +47,7 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     check_delta(delta)
     if not plans:
         return 0.0
-    relations = sorted({plan.adjacency.value for plan in plans})
+    relations = sorted({f"{plan.adjacency.value}{' of users' * (plan.unit == 'user')}" for plan in plans})
     if len(relations) > 1:
         raise ValueError(
             f"Expected plans with the same adjacency, got {', '.join(relations)}. Account for each separately."

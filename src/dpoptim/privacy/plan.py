@@ -21,6 +21,9 @@ from dpoptim.privacy.release_types import Gradient, IndependentMoments, Noiseles
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
+_IF_OMITTED = {"allow_mixing": None, "unit": "example", "records_per_user": None}
+"""Fields that the plans of most runs do not mention when they are saved."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
@@ -31,8 +34,8 @@ class PrivacyPlan:
     `Independent()` noise the standard deviation is clip_norm·σ for every sampling and adjacency.
 
     Args:
-        num_examples: The number of examples, a public number.
-        batch_size: The expected batch size.
+        num_examples: The number of examples, or of users, a public number.
+        batch_size: The expected batch size, in examples or users.
         steps: The number of steps.
         clip_norm: The bound on the norm of one example's gradient. inf is for debugging with noise_multiplier=0.
         sampling: How batches are drawn. `Shuffled()` needs no secrecy and does not amplify. `Poisson()` needs much
@@ -43,6 +46,9 @@ class PrivacyPlan:
         adjacency: Which datasets are neighbours.
         noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
         delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
+        unit: Who is protected: an "example", or a "user" with all of their records. What is said of examples then
+            holds for users, whose gradient is the mean over their records in the step.
+        records_per_user: The most records that one user adds to a step, drawn at random. ε does not depend on it.
 
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
     what to prove. Combinations without a proof are refused when the plan is created.
@@ -66,6 +72,8 @@ class PrivacyPlan:
     noise_multiplier: float | None = None
     delta: float | None = None
     allow_mixing: str | None = None  # the reason for letting examples mix, which the guarantee does not cover
+    unit: str = "example"
+    records_per_user: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
@@ -81,6 +89,13 @@ class PrivacyPlan:
         check_delta(self.delta, None if self.noise_multiplier == 0 else self.num_examples, optional=True)
         if self.allow_mixing is not None and not (isinstance(self.allow_mixing, str) and self.allow_mixing.strip()):
             raise ValueError(f"allow_mixing must be a reason in words, or None, got {self.allow_mixing!r}")
+        if self.unit != ("example" if self.records_per_user is None else "user"):
+            raise ValueError(
+                f"unit={self.unit!r} does not go with records_per_user={self.records_per_user!r}. For users, set "
+                "unit='user' and how many records of a user are used in a step."
+            )
+        if self.records_per_user is not None:
+            set_whole(self, "records_per_user")
         if not isinstance(self.adjacency, Adjacency):
             raise ValueError(f"Expected an Adjacency such as Adjacency.ZERO_OUT, got adjacency={self.adjacency!r}.")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
@@ -280,8 +295,7 @@ class PrivacyPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, which `from_dict` reads."""
         fields = {part.name: _to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
-        if self.allow_mixing is None:
-            del fields["allow_mixing"]
+        fields = {name: value for name, value in fields.items() if value != _IF_OMITTED.get(name, ...)}
         return {**fields, "adjacency": self.adjacency.value}
 
     @classmethod

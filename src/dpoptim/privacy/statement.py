@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING
@@ -52,8 +53,9 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
     """
     delta = plan.delta if delta is None else delta
     check_delta(delta, plan.num_examples if plan.is_private else None, optional=True)
+    by_user = plan.unit == "user"
     answer = {
-        "Protected": "one example (one index of the dataset)",
+        "Protected": "one user (all records with one id)" if by_user else "one example (one index of the dataset)",
         "Neighbours": plan.adjacency.describe(),
         "Sampling": _sampling(plan),
         "Accountant": f"{accounting.describe_accountant(plan.run)}. {_second_opinion(plan, delta)}",
@@ -71,7 +73,7 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
             f"clipping does not bound. The guarantee holds only if they do not. Reason given: {plan.allow_mixing}"
         )
         lines += textwrap.wrap(warning, width=_WIDTH)
-    lines += [*_section(answer), "", *_section(details), ""]
+    lines += [*_section(answer, by_user), "", *_section(details, by_user), ""]
     lines.append("Assumptions:")
     for assumption in _assumptions(plan):
         lines += textwrap.wrap(f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
@@ -88,9 +90,15 @@ def headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
     return f"Differentially private: epsilon = {format_epsilon(epsilon)} at delta = {delta:g}"
 
 
-def _section(texts: dict[str, str]) -> list[str]:
+def _of_users(text: str) -> str:
+    """Say "user" where a text says "example"."""
+    return re.sub(r"\bexample", "user", re.sub(r"\b([Aa])n example", r"\1 user", text))
+
+
+def _section(texts: dict[str, str], by_user: bool) -> list[str]:
     lines = []
     for title, text in texts.items():
+        text = _of_users(text) if by_user else text
         lines += textwrap.wrap(
             f"{title + ':':<20}{text}",
             width=_WIDTH,
@@ -134,6 +142,9 @@ def _participation(plan: PrivacyPlan) -> str:
 
 def _released(plan: PrivacyPlan) -> str:
     text = f"{plan.release.describe()}, each clipped to norm {plan.clip_norm:g}"
+    if plan.unit == "user":
+        most = plan.records_per_user
+        text += f" (a user's gradient is the mean over the user's records, at most {most}, drawn anew in each step)"
     if isinstance(plan.release, IndependentMoments) and plan.release.squares == "of_average":
         text += f"; the averaged gradient is projected onto norm {plan.clip_norm:g} before it is squared"
     return f"{text}; averages are over the expected batch size"
@@ -182,13 +193,18 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
     secret = "The noise key is secret, comes from the operating system and is used for this run only."
     if plan.sampling.is_random:
         secret += " Nobody learns which examples were in which batch."
+    own = []
+    if plan.unit == "user":
+        secret = _of_users(secret)
+        own = ["All records of a user have the same id, and the rows of a batch stay in the loader's order."]
     return [
-        "Each example's loss depends only on that example and the parameters (no batch statistics). Losses are summed "
+        *own,
+        "Each record's loss depends only on that record and the parameters (no batch statistics). Losses are summed "
         "before the backward pass, or averaged if the optimizer has loss_reduction='mean'.",
         "Random draws of the model and the collator (dropout, masks) are secret and new at each step. dpoptim train, "
         "PrivateTrainer and the Opacus interface ensure this; your own loop needs "
         "dpoptim.secret_randomness(loader, optimizer).",
-        "An example whose gradient is not finite gets weight 0, and its existence is not reported.",
+        "A gradient that is not finite gets weight 0, and its existence is not reported.",
         f"The run takes no more than {plan.steps} steps on batches from its loader. A step is repeated, after resuming "
         "an older checkpoint, only with the same data and settings, and no copy of the run continues elsewhere.",
         secret,
@@ -196,7 +212,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data. "
         "So are the names of labels, columns and classes, the vocabulary and the longest length, even if they were "
         "read from the data.",
-        "Only the released values are covered. Raw losses, gradient norms, evaluation on the training examples, step "
+        "Only the released values are covered. Raw losses, gradient norms, evaluation on the training records, step "
         "times, and hyperparameters chosen over several runs are not.",
         "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
     ]

@@ -1,7 +1,8 @@
 """The game: a coin flip decides whether each canary is in, a whole private training runs, and an attack scores them.
 
 Each canary has its own coordinate, along which its gradient is a million clip norms long. Clipped, it moves the release
-by exactly the clip norm there, which is the most that the guarantee allows. A canary that is out is a blank with zero
+by exactly the clip norm there, which is the most that the guarantee allows. If the plan protects users, a canary is a
+user with several such records. A canary that is out is a blank with zero
 gradient; under replace adjacency it is the same canary pointing the other way. Loader, engine, clipping, noise and
 optimizer are the ones that train models.
 
@@ -33,6 +34,7 @@ from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, Privac
 
 _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
+_MOST_RECORDS = 4  # of a user
 
 MakeOptimizer = Callable[..., PrivateOptimizer]
 """Makes the optimizer to attack from (model, plan, key=, run_id=), which determine its noise."""
@@ -46,7 +48,7 @@ class GameResult:
     square: Floats | None  # [steps, canaries]: the released square, if there is one
     drawn: Bools  # [steps, canaries]: whether it was in the batch, which an attack may not know
     directions: Floats  # [canaries]: 1 if it is in; if it is out, 0, or −1 under replace adjacency
-    batches: list[NDArray[np.int64]]  # the examples drawn at each step
+    batches: list[NDArray[np.int64]]  # the examples or users drawn at each step
 
 
 def play(
@@ -58,27 +60,36 @@ def play(
     steps: int | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> GameResult:
-    """Train on canaries and blanks, one per example of the plan; the seed determines coins, batches and noise."""
+    """Train on canaries and blanks, one per example or user; the seed determines coins, batches and noise."""
     check_alone("dpoptim audit")
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
-    everyone: Any = range(plan.num_examples)
+    owner, users = np.arange(plan.num_examples), None  # of each record
+    if plan.records_per_user is not None:  # one record, two, ..., up to more than are used in a step
+        most = min(plan.records_per_user + 1, _MOST_RECORDS)
+        owner = users = np.repeat(owner, 1 + owner % most)
+    everyone: Any = range(len(owner))
     row = torch.full((plan.num_examples,), canaries)  # the coordinate that an example moves; blanks share the last
     length = torch.zeros(plan.num_examples)  # how far it moves it
     loader = private_loader(
         everyone,
         plan,
+        users=users,
         key=key,
         run_id=_RUN,
         micro_batch_size=-(-2 * plan.batch_size // 3),
-        collate_fn=lambda examples: (row[examples], length[examples]),
+        collate_fn=lambda records: (row[owner[records]], length[owner[records]]),
         check_schema=False,
     )
     batches = []
     for step in range(steps):
-        parts = [part for part, ticket in loader.physical_batches(step) if not ticket.is_placeholder]
-        batches.append(np.array([index for part in parts for index in part], dtype=np.int64))
+        drawn_now = [np.zeros(0, dtype=np.int64)]
+        for part, ticket in loader.physical_batches(step):
+            if not ticket.is_placeholder:
+                counts = np.array(ticket.rows_of_users or [1] * len(part))
+                drawn_now.append(owner[part][np.cumsum(counts) - counts])  # whose the first row of each is
+        batches.append(np.concatenate(drawn_now))
     places = _places(plan, batches, generator)[:canaries]
     included = generator.random(canaries) < 0.5
     directions = np.where(included, 1.0, -1.0 if plan.adjacency is Adjacency.REPLACE else 0.0)

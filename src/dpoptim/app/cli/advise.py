@@ -134,6 +134,8 @@ def train_line(advice: Advice, *, betas: tuple[float, ...], model: str | None) -
         flags["adjacency"] = plan.adjacency.value.replace("_", "-")
     if plan.adjacency is Adjacency.ADD_REMOVE:
         flags["num-examples"] = plan.num_examples
+    if plan.records_per_user is not None:
+        flags |= {"user-column": "COLUMN", "records-per-user": plan.records_per_user}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return shlex.join(["dpoptim", "train", *words, *(["--betas", *map(str, betas)] if betas != Recipe.betas else [])])
 

@@ -41,7 +41,7 @@ from dpoptim.privacy.statement import format_epsilon
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")
 _MAX_EPSILON = 100.0  # above it accounting takes minutes, and the guarantee means nothing
-_OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
+_OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm", "records_per_user")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +129,7 @@ def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     check_number("--epsilon", options.epsilon, above=0, high=_MAX_EPSILON)
     asked = shared.fields(options, *_REQUIRED, *_OPTIONAL)
     given = {name: value for name, value in asked.items() if value is not None}
+    given |= {"user_column": "audit"} if "records_per_user" in given else {}
     recipe = Recipe(model="audit", data="audit", **{"noise": "independent", "clip_norm": 1.0, **given})
     return plan_of(recipe, parameters=options.canaries)
 
@@ -158,9 +159,10 @@ def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit
     failed, skipped = results.count(False), results.count(None)
     verdict = f"{failed} FAILED" if failed else "nothing contradicts the claim"
     print(f"{verdict}{f'; {skipped} not checked' if skipped else ''}")
+    adjacency = plan.adjacency.value.replace("_", "-") + " adjacency" + " of users" * (plan.unit == "user")
     print(
-        f"{variant}, {plan.noise!r}, {plan.sampling!r}, {plan.adjacency.value.replace('_', '-')} adjacency: epsilon = "
-        f"{format_epsilon(plan.epsilon())} at delta = {plan.delta:g} over {plan.steps:,} steps"
+        f"{variant}, {plan.noise!r}, {plan.sampling!r}, {adjacency}: epsilon = {format_epsilon(plan.epsilon())} at "
+        f"delta = {plan.delta:g} over {plan.steps:,} steps"
     )
     for title, checks in parts.items():
         if checks:

@@ -114,6 +114,12 @@ def add_training(parser: argparse.ArgumentParser, *, required: bool, title: str)
     group.add_argument("--epsilon", type=float, required=required, metavar="E", help="of the whole run")
     group.add_argument("--delta", type=float, required=required, metavar="D", help="below 1/num-examples, such as 1e-7")
     group.add_argument("--adjacency", choices=ADJACENCIES, help="which datasets are neighbours (default: zero-out)")
+    group.add_argument(
+        "--records-per-user",
+        type=count,
+        metavar="N",
+        help="protect users with all their records, of which at most N are used in a step; sizes then count users",
+    )
     return group
 
 
@@ -182,6 +188,8 @@ def uncalibrated_plan(options: argparse.Namespace, *, clip_norm: float = 1.0) ->
         clip_norm=clip_norm,
         sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
         adjacency=Adjacency((options.adjacency or "zero-out").replace("-", "_")),
+        unit="example" if options.records_per_user is None else "user",
+        records_per_user=options.records_per_user,
     )
     check_number("--epsilon", options.epsilon, above=0)
     check_number("--delta", options.delta, above=0, below=1)

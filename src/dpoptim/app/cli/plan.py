@@ -123,6 +123,7 @@ def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
     return {
         **shared.fields(options, "epsilon", "delta", "steps", "batch_size", "num_examples"),
         "adjacency": choice.plan.adjacency.value,
+        "unit": choice.plan.unit,
         "workload": repr(choice.chosen.workload),
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
@@ -227,14 +228,14 @@ def headline(plan: PrivacyPlan, options: argparse.Namespace) -> str:
     """The guarantee and the training in two lines."""
     sampling = "Secret Poisson sampling, in cycles if the noise is correlated."
     if isinstance(plan.sampling, Shuffled):
-        repeats = "each example participates once"
+        repeats = f"each {plan.unit} participates once"
         if plan.max_participations > 1:
             repeats = f"{plan.max_participations} participations at least {plan.min_separation:,} steps apart"
         sampling = f"Shuffled batches, not amplified: {repeats}."
     adjacency = plan.adjacency.value.replace("_", "-")
     return (
         f"epsilon = {options.epsilon:g} at delta = {options.delta:g}, {adjacency} adjacency; "
-        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples.\n{sampling}"
+        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} {plan.unit}s.\n{sampling}"
     )
 
 
@@ -242,8 +243,9 @@ def plan_line(plan: PrivacyPlan, options: argparse.Namespace) -> str:
     """Python code for the plan, with all digits; its sizes are left out."""
     clip_norm = "" if plan.clip_norm == 1 else f"clip_norm={plan.clip_norm!r}, "
     adjacency = "" if plan.adjacency is Adjacency.ZERO_OUT else f"adjacency=Adjacency.{plan.adjacency.name}, "
+    users = "" if plan.unit == "example" else f"unit='user', records_per_user={plan.records_per_user}, "
     return (
-        f"PrivacyPlan(..., {clip_norm}{adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
+        f"PrivacyPlan(..., {clip_norm}{adjacency}{users}sampling={plan.sampling!r}, noise={plan.noise!r})"
         f".calibrate(epsilon={options.epsilon!r}, delta={options.delta!r})"
     )
 

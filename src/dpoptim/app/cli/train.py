@@ -157,6 +157,9 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool, width: in
 
     recipe, plan = setup.recipe, setup.plan
     statement = plan.statement()
+    units, most = "records", ""
+    if plan.unit == "user":
+        units, most = "users", f", at most {plan.records_per_user} records of each,"
     lines = [
         statement.splitlines()[0],
         f"outlook    {plan.outlook(parameters=setup.trained_parameters)}",
@@ -166,8 +169,8 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool, width: in
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
         f"one micro-batch {format_bytes(found.working_bytes)}",
         f"task       {recipe.task}, {setup.trained_parameters:,} trained parameters",
-        f"data       {plan.num_examples:,} training records; {_held_out(setup):,} more are held out for scores",
-        f"training   {plan.steps:,} steps of {plan.batch_size:,} records with {recipe.variant}, learning rate "
+        f"data       {plan.num_examples:,} training {units}; {_held_out(setup):,} more records are held out for scores",
+        f"training   {plan.steps:,} steps of {plan.batch_size:,} {units}{most} with {recipe.variant}, learning rate "
         f"{recipe.learning_rate:g}",
         f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
         f"{recipe.adjacency.replace('_', '-')} adjacency",

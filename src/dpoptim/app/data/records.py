@@ -1,8 +1,9 @@
 """Private records: texts, images or rows of numbers, with labels.
 
-A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record. A blank line is
-not a record, and hidden files are not read. Anything computed over all private records is not private, so features are
-not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to everyone.
+A record is the unit of privacy, or a user with all their records. So reading drops none and merges none: an empty text
+stays a record. A blank line is not a record, and hidden files are not read. Anything computed over all private records
+is not private, so features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are
+treated as known to everyone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Records:
     """Records of one kind in the order of their source, each with a label if there are labels.
 
     Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
-    `labels[i]` is the place of record i's label in `label_names`, which are public by declaration.
+    `labels[i]` is the place of record i's label in `label_names`, which are public by declaration. `users[i]` is the id
+    of its user.
     """
 
     kind: RecordKind
@@ -48,6 +50,7 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
+    users: Sequence[Any] | None = None
     text_column: str | None = None  # the column that the texts were read from, if there was a choice
     locate: Locate = readers.record_number
 
@@ -85,6 +88,7 @@ class Records:
             self,
             **{_FIELDS[self.kind]: contents},
             labels=None if self.labels is None else self.labels[chosen],
+            users=None if self.users is None else [self.users[i] for i in chosen],
             locate=lambda index: self.locate(int(chosen[index])),
         )
 
@@ -94,6 +98,8 @@ def read_records(
     *,
     text_column: str | None = None,
     label_column: str | None = None,
+    user_column: str | None = None,
+    users_may_lack: bool = False,
     split: str = "train",
     kind: RecordKind | None = None,
     label_names: Sequence[str] | None = None,
@@ -115,6 +121,8 @@ def read_records(
         text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
             column of strings is tabular: the numeric columns beside the label are the features, unchanged.
         label_column: The column of labels. Defaults to "label" or "labels".
+        user_column: The column of users' ids, which is no feature.
+        users_may_lack: Accept records without such a column, such as held-out ones.
         split: Which part to read if the source has several.
         kind: The kind of record, if it should not be inferred.
         label_names: The labels in their order. Give those of the training records when reading evaluation records.
@@ -154,7 +162,15 @@ def read_records(
         columns = readers.load_hub_dataset(name, split)
     if not columns or not len(next(iter(columns.values()))):
         raise ValueError(f"data {name!r} has no records; there is nothing to train on")
-    return _Reader(name, columns, locate, text_column, label_column, kind, label_names).read()
+    users = None
+    if user_column is not None and user_column in columns:
+        users, columns = list(columns[user_column]), {own: columns[own] for own in columns if own != user_column}
+        missing = [index for index, user in enumerate(users) if user is None or user == "" or user != user]
+        _refuse(missing, locate, f"user_column={user_column!r}", "records without a user", "every record needs one")
+    elif user_column is not None and not users_may_lack:
+        raise ValueError(f"user_column={user_column!r} is not a column; the columns are {', '.join(columns)}")
+    found = _Reader(name, columns, locate, text_column, label_column, kind, label_names).read()
+    return dataclasses.replace(found, users=users)
 
 
 def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:

@@ -36,7 +36,7 @@ FEWEST = 8  # fewer records do not fill the eight batches that the defaults assu
 
 
 def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torch.device) -> Recipe:
-    """Fill in every setting that the recipe leaves open, for this number of training records.
+    """Fill in every setting that the recipe leaves open, for this number of training records, or of users.
 
         batch_size = the power of two in (n/16, n/8], at most 2048;  steps = ⌈epochs·n/batch_size⌉, epochs = 10
         delta = the power of ten in (1/(100·n), 1/(10·n)]
@@ -44,7 +44,8 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     `noise` and `sampling` are chosen when the plan is made, `eps` and `eps_scale` by the variant.
     """
     if num_examples < FEWEST:
-        raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
+        units = "records" if recipe.user_column is None else "users"
+        raise ValueError(f"data={recipe.data!r} has {num_examples} training {units}; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
         check_delta(recipe.delta, num_examples)
     # Large batches reduce noise, and an epoch should have eight or more.
@@ -110,6 +111,7 @@ def plan_of(
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
     values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
     values |= {"delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
+    values["records_per_user"] = recipe.records_per_user
     return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 

@@ -147,6 +147,7 @@ class Recipe:
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
+    user_column: str | None = _setting(None, _TEXT, DATA, "column with the user of each record; see --records-per-user")
     label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
@@ -167,6 +168,8 @@ class Recipe:
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
         "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "bound on one example's gradient (default: 0.1)")
+    records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
+        "protect users with all their records, of which at most N are used in a step; needs --user-column")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
@@ -209,6 +212,11 @@ class Recipe:
             first, second = getattr(self, one), getattr(self, other)
             if first is not None and second is not None and not (other == "validation_fraction" and second == 0):
                 raise ValueError(f"{one}={first!r} and {other}={second!r} were both given; give one of them")
+        if (self.user_column is None) != (self.records_per_user is None):
+            raise ValueError(
+                f"user_column={self.user_column!r} and records_per_user={self.records_per_user!r} need each other; to "
+                "protect users, give both"
+            )
         if self.from_scratch and self.lora_rank is not None:
             raise ValueError(f"from_scratch=true and lora_rank={self.lora_rank}: LoRA needs pretrained weights")
         if self.adjacency == "add_remove":  # the number of records is private, and so are their places

@@ -255,7 +255,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Device": found["device"],
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),
-        "Examples covered by the guarantee": f"{run.plan.num_examples:,}",
+        f"{run.plan.unit.title()}s covered by the guarantee": f"{run.plan.num_examples:,}",
         "Validation examples": _number(found["validation_examples"]),
         "Expected batch size": _number(found["batch_size"]),
         "Noise": found["mechanism"],

@@ -15,6 +15,7 @@ from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
 from dpoptim.data.processes import check_alone
+from dpoptim.data.users import UserRecords
 from dpoptim.optim.out_of_memory import RUNNING, advising, state_bytes
 
 
@@ -39,7 +40,8 @@ def estimate(setup: RunSetup) -> Estimate:
     check_alone("--dry-run")
     prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
-    optimizer = optimizer_of(setup.recipe, setup.model, plan, external_batches=True)
+    of_examples = plan.replace(unit="example", records_per_user=None)  # clipped one by one, which costs as much
+    optimizer = optimizer_of(setup.recipe, setup.model, of_examples, external_batches=True)
     parts = _parts(setup)
     before = _peak(device)
     seconds: list[float] = []
@@ -70,19 +72,23 @@ def estimate(setup: RunSetup) -> Estimate:
 
 
 def _parts(setup: RunSetup) -> list[list[int]]:
-    """The lengths of the examples in each micro-batch of a batch of the expected size."""
+    """The lengths of the records in each micro-batch of a batch of the expected size."""
     recipe, prepared = setup.recipe, setup.prepared
     assert recipe.batch_size is not None
+    records = recipe.batch_size
+    if prepared.records.users is not None and recipe.records_per_user is not None:
+        counts = np.bincount(UserRecords(prepared.records.users).user_of)
+        records = round(records * np.minimum(counts, recipe.records_per_user).mean())
     if prepared.lengths is None:
-        size = recipe.micro_batch_size or recipe.batch_size
-        return [[1] * min(size, recipe.batch_size - start) for start in range(0, recipe.batch_size, size)]
-    drawn = np.random.default_rng(0).choice(prepared.lengths, recipe.batch_size)
+        size = recipe.micro_batch_size or records
+        return [[1] * min(size, records - start) for start in range(0, records, size)]
+    drawn = np.random.default_rng(0).choice(prepared.lengths, records)
     cuts = cut_by_length(
         drawn,
         max_tokens=recipe.micro_batch_tokens or int(drawn.sum()),
         max_examples=recipe.micro_batch_size,
         bucket=prepared.bucket,
-        multiple=part_multiple(recipe.batch_size),
+        multiple=part_multiple(records),
     )
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)

@@ -44,8 +44,8 @@ class Loop:
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
         self._loader = private_loader(
-            prepared.dataset, setup.plan, key=key, bucket=prepared.bucket, collate_fn=prepared.collate,
-            pin_memory=setup.device.type == "cuda", digest=digest, **cut,
+            prepared.dataset, setup.plan, users=prepared.records.users, key=key, bucket=prepared.bucket,
+            collate_fn=prepared.collate, pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
         rows = part_multiple(setup.plan.batch_size)
         self._differentiate = self.optimizer.captured(self._losses, pad_to_multiple=rows)

@@ -20,6 +20,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.report_to import check_installed
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
+from dpoptim.data.users import UserRecords
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line
@@ -97,11 +98,14 @@ def prepare_run(
     elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
         notes = _notes_on_shared(training, held_out)
-    count = recipe.num_examples or len(training)
-    if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != len(training):
+    units, unit = len(training), "record"
+    if training.users is not None:
+        units, unit = len(UserRecords(training.users)), "user"
+    count = recipe.num_examples or units
+    if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != units:
         raise ValueError(
-            f"num_examples={count}, but there are {len(training)} training records. Leave it out, or, to resume a run, "
-            "restore its data"
+            f"num_examples={count}, but there are {units} training {unit}s. Leave it out, or, to resume a run, restore "
+            "its data"
         )
     stage(f"loading {recipe.model}")
     settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
@@ -127,25 +131,31 @@ def held_out_places(count: int, fraction: float) -> np.ndarray:
 
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
-    """Read the training records and the held-out ones."""
+    """Read the training records and the held-out ones; with a user column, whole users are held out."""
     for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
         given = getattr(recipe, name)
         if given is not None and not is_used:
             raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
 
-    def read(source: str, label_names: Sequence[str] | None) -> Records:
+    def read(source: str, label_names: Sequence[str] | None, *, training: bool) -> Records:
         names = label_names if task.is_classification else None
-        columns = recipe.part("text_column", "label_column", "split")
-        found = read_records(source, **columns, kind=record_kind(task), label_names=names)
+        columns = recipe.part("text_column", "label_column", "user_column", "split")
+        kind = record_kind(task)
+        found = read_records(source, **columns, users_may_lack=not training, kind=kind, label_names=names)
         found.refuse_empty()
         return found
 
-    found = read(recipe.data, recipe.label_names)
+    found = read(recipe.data, recipe.label_names, training=True)
     if recipe.validation_data is not None:
         if same_source(recipe.validation_data, recipe.data):
             raise ValueError(f"validation_data={recipe.validation_data!r} is the training data; give other records")
-        return found, read(recipe.validation_data, found.label_names)
-    out = held_out_places(len(found), validation_fraction(recipe))
+        return found, read(recipe.validation_data, found.label_names, training=False)
+    fraction = validation_fraction(recipe)
+    if found.users is None:
+        out = held_out_places(len(found), fraction)
+    else:
+        users = UserRecords(found.users)
+        out = np.flatnonzero(np.isin(users.user_of, held_out_places(len(users), fraction)))
     if len(out) == 0:
         return found, None
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
@@ -172,6 +182,8 @@ def training_digest(prepared: Prepared, key: NoiseKey) -> str:
     parts: list[Any] = [prepared.dataset]
     if records.kind is RecordKind.IMAGE:
         parts = [records.images, np.asarray(records.labels).tolist()]
+    if records.users is not None:
+        parts.append(records.users)
     return " ".join(fingerprint_records(part, key, name="data").digest for part in parts)
 
 
@@ -199,4 +211,10 @@ def _notes_on_shared(training: Records, held_out: Records) -> list[str]:
             "or validation_fraction."
         )
     found = f"{shared} of the {len(held_out)} records of validation_data are also training records"
-    return [f"{found}; the guarantee does not cover scores on them"] if shared else []
+    notes = [f"{found}; the guarantee does not cover scores on them"] if shared else []
+    users = len({*(training.users or ())} & {*(held_out.users or ())})
+    if users:
+        notes.append(
+            f"{users} users have records in both data and validation_data; the guarantee does not cover scores"
+        )
+    return notes

@@ -47,6 +47,9 @@ class PrivacyArguments:
         noise: auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS and others.
         adjacency: zero_out, add_remove or replace.
         num_examples: A public size of the dataset. Required under add_remove.
+        user_column: To protect users: the column of the training data that names the user of each record.
+        records_per_user: The most records of one user that are used in a step. Batch sizes then count users, except
+            that per_device_train_batch_size is also the most records in memory at once.
         variant: The private optimizer.
         eps: The eps of Adam. Defaults to adam_epsilon if that was changed, otherwise to the variant's default.
         eps_scale: For scale_then_privatize. Defaults to twice the smallest stable value.
@@ -67,6 +70,8 @@ class PrivacyArguments:
     noise: str = _option("auto", "auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
     num_examples: int | None = _option(None, "A public size of the dataset; required under add_remove.")
+    user_column: str | None = _option(None, "The column that names the user of each record, to protect users.")
+    records_per_user: int | None = _option(None, "The most records of one user that are used in a step.")
     variant: str = _option("scale_then_privatize", f"One of {', '.join(VARIANTS)}.")
     eps: float | None = _option(None, "The eps of Adam; defaults to adam_epsilon if changed, else the variant's own.")
     eps_scale: float | None = _option(None, "For scale_then_privatize; defaults to twice the smallest stable value.")
@@ -81,7 +86,7 @@ class PrivacyArguments:
 
 
 def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.Module) -> PrivacyPlan:
-    """Build the calibrated plan of a run over `examples` examples.
+    """Build the calibrated plan of a run over `examples` examples, or users.
 
     Guarantee: Batch size and steps depend only on `args` and the public number of examples.
     """
@@ -89,6 +94,9 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         raise ValueError(
             f"epsilon={privacy.epsilon}, noise_multiplier={privacy.noise_multiplier}. Give exactly one of the two."
         )
+    if (privacy.user_column is None) != (privacy.records_per_user is None):
+        given = f"user_column={privacy.user_column!r}, records_per_user={privacy.records_per_user}"
+        raise ValueError(f"{given}. To protect users, give both.")
     adjacency = Adjacency(privacy.adjacency)
     if privacy.num_examples is None and not adjacency.dataset_size_is_public:
         raise ValueError(
@@ -118,6 +126,7 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         noise_multiplier=privacy.noise_multiplier,
         delta=delta,
         parameters=model,
+        records_per_user=privacy.records_per_user,
     )
 
 

@@ -102,6 +102,13 @@ def check_call(
         if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
             raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
         check_delta(plan.delta, plan.num_examples if plan.is_private else None, optional=True)
+        column, most = (None, None) if privacy is None else (privacy.user_column, privacy.records_per_user)
+        if (plan.unit == "user") != (column is not None) or most not in (None, plan.records_per_user):
+            raise ValueError(
+                f"the plan has unit={plan.unit!r}, records_per_user={plan.records_per_user}, but PrivacyArguments has "
+                f"user_column={column!r}, records_per_user={most}. To protect users, give a plan for them and the "
+                "user_column."
+            )
         if args.max_steps not in (-1, plan.steps):
             raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")
     for option, why in _TRAINER_OPTIONS.items():

@@ -22,6 +22,7 @@ from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
 from dpoptim.data.shards import fsdp_modules, whole_state
+from dpoptim.data.users import UserRecords, read_user_ids
 from dpoptim.integrations.accelerate import (
     check_accelerator,
     keep_models,
@@ -66,7 +67,8 @@ class PrivateTrainer(transformers.Trainer):
 
     Each step releases the noisy sum of clipped per-example gradients, divided by the EXPECTED batch size
     per_device_train_batch_size·gradient_accumulation_steps·processes. At most per_device_train_batch_size examples are
-    in memory at once. A trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
+    in memory at once. With `PrivacyArguments(user_column=, records_per_user=)` the expected batch size counts users. A
+    trainer trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
 
     Args:
         model: The model to train.
@@ -135,7 +137,9 @@ class PrivateTrainer(transformers.Trainer):
         if plan is None and train_dataset is not None:
             if not hasattr(train_dataset, "__len__"):
                 raise ValueError(f"train_dataset is a {type(train_dataset).__name__} without a length. Use a list.")
-            self._plan = plan_for(self.privacy, given, examples=len(train_dataset), model=model)
+            users = self._user_ids()
+            units = len(train_dataset) if users is None else len(UserRecords(users))
+            self._plan = plan_for(self.privacy, given, examples=units, model=model)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -164,20 +168,26 @@ class PrivateTrainer(transformers.Trainer):
         key, lengths = self._run_secrets().key, dict[int, int]()  # in tokens, of inputs and labels
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
+        users = self._user_ids()
+        may_meet = self.args.per_device_train_batch_size > 1 or users is not None  # two records in one micro-batch
+
         def look(place: int, record: Any) -> None:
-            if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
+            if may_meet:
                 schema.check(place, record)
             values = record.values() if isinstance(record, Mapping) else ()
             lengths[place] = sum(len(v) for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
 
         found = fingerprint_records(dataset, key, name="train_dataset", look=look)
         self._read, self._data_digest = (self.train_dataset, key, found), found.digest
+        if users is not None:
+            self._data_digest += UserRecords(users).digest(key)
         self._check_held_out(self.eval_dataset)
         by_length = sorted(lengths, key=lengths.__getitem__)
-        factor_bytes = self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
+        factor_bytes = self._check_records(collate, dataset, by_length[:1] + by_length[-1:]) if may_meet else 0
         loader = private_loader(
             dataset,
             plan,
+            users=users,
             key=key,
             micro_batch_size=self._micro_batch_size(factor_bytes),
             collate_fn=collate,
@@ -201,9 +211,9 @@ class PrivateTrainer(transformers.Trainer):
 
     def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> int:
         """Check collator, padding and loss on the shortest, longest and other records; return their factor bytes."""
-        size = min(5, self.args.per_device_train_batch_size, len(dataset))
+        size = min(5, max(2, self.args.per_device_train_batch_size), len(dataset))
         if size < 2:
-            return 0  # no two records are in one batch
+            return 0
         records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
         check_padding(self.model, self.loss_per_example, lambda rows: self._prepare_inputs(collate(rows)), records)
         self.model.train()
@@ -218,7 +228,14 @@ class PrivateTrainer(transformers.Trainer):
             given = dict(given) if isinstance(given, Mapping) else given
             return check_training_loss(self.model, self._losses, given)
 
+    def _user_ids(self) -> list[Any] | None:
+        """The id of each training record's user, if users are protected."""
+        column = self.privacy.user_column
+        return None if column is None else read_user_ids(self.train_dataset, column)
+
     def _used_columns(self, dataset: Any) -> Any:
+        if self.privacy.user_column in getattr(dataset, "column_names", ()) and hasattr(dataset, "remove_columns"):
+            dataset = dataset.remove_columns(self.privacy.user_column)
         return self._remove_unused_columns(dataset) if hasattr(dataset, "remove_columns") else dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from dpoptim.arguments import set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
-from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
+from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.toeplitz import BandedInverseStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
 from dpoptim.short_repr import ShortRepr
@@ -110,3 +110,15 @@ def _log_error(falls: Series, search: SearchObjective) -> tuple[float, Series]:
     value, slope = search.by_noising(inverse_series(inverse, search.steps), noising)
     by_prefix = -np.diff(slope[: len(inverse)], append=0.0)
     return value, -np.cumsum((by_prefix * prefix)[::-1])[::-1][1:]
+
+
+def inverse_sqrt_series(n: int) -> Series:
+    """Return the first n coefficients of (1-x)^(1/2), the inverse of `sqrt_series`.
+
+        g_0 = 1,   g_k = g_{k-1}·(2k-3)/(2k)
+
+    >>> inverse_sqrt_series(5).tolist() == [1, -1 / 2, -1 / 8, -1 / 16, -5 / 128]
+    True
+    """
+    k = np.arange(1, n, dtype=np.float64)
+    return np.concatenate([[1.0], np.cumprod((2 * k - 3) / (2 * k))])

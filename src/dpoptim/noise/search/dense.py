@@ -11,7 +11,7 @@ import torch
 
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_inverse import BandedInverse
-from dpoptim.noise.search.objective import check_workload, lbfgs
+from dpoptim.noise.search.objective import check_workload, lbfgs, workload_matrix
 from dpoptim.noise.series import Series
 from dpoptim.noise.strategies.base import Strategy, check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy
@@ -125,7 +125,7 @@ def _square_root(workload: Workload, steps: int) -> Callable[[Series], tuple[Ser
 
     inverse = workload.inverse_diagonals(steps)
     if len(inverse) > 2 or not workload.is_toeplitz:
-        matrix = workload.matrix(steps)
+        matrix = workload_matrix(workload, steps)
 
         def by_matrix(log_weights: Series) -> tuple[Series, Matrix]:
             # The rounding of AᵀA would hide the small roots, and a schedule spreads roots over many sizes.
@@ -162,7 +162,7 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
     optimum: W is 1 everywhere, and X⁻¹AᵀAX⁻¹ holds the cosines between columns of A.
     """
     pattern = {"max_participations": max_participations, "min_separation": min_separation}
-    sums = workload.matrix(steps)
+    sums = workload_matrix(workload, steps)
     if max_participations == steps:
         norms = np.sqrt(np.linalg.norm(sums, axis=0))
         return (norms / norms.max())[None]

@@ -100,7 +100,7 @@ def _quadratic_form(workload: Workload, steps: int) -> Matrix:
             f"The search with one learning rate per step needs too much memory for {steps} > {_MAX_SCHEDULE_STEPS} "
             "steps. Optimize for a constant learning rate."
         )
-    matrix = workload.matrix(steps)
+    matrix = workload_matrix(workload, steps)
     gram, form = matrix.T @ matrix, np.empty((steps, steps))
     for lag in range(steps):
         sums = np.cumsum(np.diagonal(gram, lag)[::-1])[::-1] / steps
@@ -134,3 +134,22 @@ def _comb(series: Series, count: int, lag: int) -> Series:
 def correlate(a: Series, b: Series) -> Series:
     """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a))."""
     return multiply(a[::-1], b, len(a))[::-1]
+
+
+def workload_matrix(workload: Workload, steps: int) -> Matrix:
+    """Return A as float64 [steps, steps], from the diagonals of its inverse, row by row.
+
+    >>> workload_matrix(PrefixSums(), 3).tolist()
+    [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    >>> workload_matrix(PrefixSums(learning_rate=(4.0, 2.0, 1.0)), 3)[2].tolist()
+    [4.0, 2.0, 1.0]
+    """
+    diagonals = workload.inverse_diagonals(steps)
+    inverse = np.zeros((steps, steps))
+    for step in range(steps):
+        row = inverse[step]
+        row[step] = 1.0
+        for lag in range(1, min(len(diagonals) - 1, step) + 1):
+            row -= diagonals[lag, step - lag] * inverse[step - lag]
+        row /= diagonals[0, step]
+    return inverse
