@@ -17,7 +17,7 @@ from dpoptim.noise.strategies.toeplitz import (
     ToeplitzStrategy,
 )
 from dpoptim.noise.streams import ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
-from dpoptim.noise.workloads import DecayedSums, PrefixSums, Workload
+from dpoptim.noise.search.workloads import DecayedSums, PrefixSums, Workload
 
 __all__ = [
     "Banded",

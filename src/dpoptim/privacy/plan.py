@@ -14,9 +14,11 @@ import dpoptim.noise
 from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, check_whole, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, PrefixSums, Strategy, StrategySpec
 from dpoptim.outlook import Outlook
-from dpoptim.privacy import accounting, calibration, release_types, sampling
+from dpoptim.privacy import accounting, calibration, column_counts, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.column_counts import ColumnCounts
+from dpoptim.privacy.composition import epsilon_of_runs
 from dpoptim.privacy.release_types import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
@@ -43,6 +45,7 @@ class PrivacyPlan:
         adjacency: Which datasets are neighbours.
         noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
         delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
+        counts: Noisy counts of the values of a table that are released before training; ε includes them.
 
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
     what to prove. Combinations without a proof are refused when the plan is created.
@@ -65,6 +68,7 @@ class PrivacyPlan:
     adjacency: Adjacency = Adjacency.ZERO_OUT
     noise_multiplier: float | None = None
     delta: float | None = None
+    counts: ColumnCounts | None = None
     allow_mixing: str | None = None  # the reason for letting examples mix, which the guarantee does not cover
 
     def __post_init__(self) -> None:
@@ -207,11 +211,13 @@ class PrivacyPlan:
         delta = self._known_delta(delta)
         if isinstance(self.release, NoiselessSquare):
             return math.inf
+        if self.counts is not None and multiplier:
+            return epsilon_of_runs([self], delta=delta)
         return accounting.epsilon(self.run, noise_multiplier=multiplier, delta=delta)
 
     def rdp_epsilon(self, *, delta: float | None = None) -> float | None:
         """Return a looser upper bound on ε, by Rényi divergences; None where none is implemented."""
-        if not accounting.has_rdp_bound(self.run):
+        if self.counts is not None or not accounting.has_rdp_bound(self.run):
             return None
         multiplier, delta = self._known_multiplier(), self._known_delta(delta)
         if isinstance(self.release, NoiselessSquare):
@@ -231,7 +237,13 @@ class PrivacyPlan:
                 "release=Gradient() and then call .with_release(NoiselessSquare())."
             )
         multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))
-        return self.replace(noise_multiplier=multiplier, delta=float(delta))
+        found = self.replace(noise_multiplier=multiplier, delta=float(delta))
+        if self.counts is None or not multiplier:
+            return found
+        if (alone := self.counts.epsilon(self.adjacency, delta=float(delta))) >= epsilon:
+            raise ValueError(f"The counts alone have epsilon={alone:.4g} >= {epsilon:g}. Give them a smaller part.")
+        multiplier = calibration.refine(lambda m: found.replace(noise_multiplier=m).epsilon(), multiplier, epsilon)
+        return found.replace(noise_multiplier=multiplier)
 
     def replace(self, **changes: Any) -> PrivacyPlan:
         """Return a new plan with these fields changed. The noise multiplier is kept unless it is among them."""
@@ -280,8 +292,9 @@ class PrivacyPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, which `from_dict` reads."""
         fields = {part.name: _to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
-        if self.allow_mixing is None:
-            del fields["allow_mixing"]
+        for name in ("counts", "allow_mixing"):
+            if fields[name] is None:
+                del fields[name]
         return {**fields, "adjacency": self.adjacency.value}
 
     @classmethod
@@ -296,9 +309,9 @@ class PrivacyPlan:
         if unknown := set(values) - known:
             raise ValueError(f"Unknown fields {sorted(unknown)}. A plan has {sorted(known)}.")
         fields = dict(values)
-        for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", release_types)):
-            if name in fields:
-                fields[name] = _from_plain(name, fields[name], module)
+        modules = {"sampling": sampling, "noise": dpoptim.noise, "release": release_types, "counts": column_counts}
+        for name in modules.keys() & fields:
+            fields[name] = _from_plain(name, fields[name], modules[name])
         if "adjacency" in fields:
             fields["adjacency"] = Adjacency(fields["adjacency"])
         return cls(**fields)

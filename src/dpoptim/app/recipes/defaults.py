@@ -66,7 +66,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     if task.reads_text:
         defaults["micro_batch_tokens"] = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
     else:
-        defaults["micro_batch_size"] = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
+        defaults["micro_batch_size"] = 1024 if task.is_tabular else 256 if on_gpu else 64
     filled = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return recipe.replace(**filled, task=task.value, num_examples=num_examples, epochs=None, device=str(device))
 

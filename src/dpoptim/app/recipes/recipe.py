@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from dpoptim.app.recipes import columns as columns_table
 from dpoptim.arguments import check_choice, check_number, check_whole
 
 VARIANTS = (
@@ -26,9 +27,13 @@ VARIANTS = (
     "dp_sgd",
 )
 SCHEDULES = ("linear", "cosine", "constant")
-TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
+TASKS = (
+    "masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification",
+    "tabular-regression",
+)  # fmt: skip
 ADJACENCIES = ("zero-out", "add-remove", "replace")
-BUILT_IN = ("mlp", "small-cnn")
+TABULAR_MODELS = ("mlp", "linear")
+BUILT_IN = (*TABULAR_MODELS, "small-cnn")
 """Models that need no files."""
 
 Kind = dict[str, Any]
@@ -127,7 +132,7 @@ class Recipe:
     """
 
     # fmt: off
-    model: str = _setting(dataclasses.MISSING, _TEXT, DATA, 'a folder, a Hugging Face name, "mlp" or "small-cnn"')
+    model: str = _setting(dataclasses.MISSING, _TEXT, DATA, 'a folder, a Hugging Face name, "mlp", "linear" or "small-cnn"')
     data: str = _setting(dataclasses.MISSING, _TEXT, DATA,
         ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
@@ -138,6 +143,14 @@ class Recipe:
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
     label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
+    columns: Mapping[str, Any] | None = _setting(None, _kind(columns_table.check_columns, str, "NAME=…", nargs="+"), DATA,
+        "columns of a table to use: NAME=LOW:HIGH (numbers), NAME=a,b,c (categories), NAME=estimate-range, "
+        "NAME=estimate-categories, or NAME as the recipe declares it")
+    drop: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
+        'columns of a table to leave out; "*" for all that are not declared')
+    columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
+        "the part of epsilon for columns that are estimated (default: a tenth)")
+    width: int | None = _setting(None, _whole(1), DATA, "hidden units of mlp (default: 128)")
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
@@ -228,8 +241,11 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The recipe as a TOML document; settings that are None are left out."""
-        written = {name: json.dumps(value, ensure_ascii=False) for name, value in self.to_dict().items()}
-        return "".join(f"{name} = {value}\n" for name, value in written.items()).replace("\x7f", "\\u007f")
+        values = self.to_dict()
+        declared = values.pop("columns", None)
+        text = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+        text += "" if declared is None else f"\n{columns_table.to_toml(declared)}"
+        return text.replace("\x7f", "\\u007f")
 
     def with_whole_paths(self) -> Recipe:
         """Make local paths absolute, so that a run can be resumed from any folder."""
@@ -274,6 +290,9 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
     values = {} if path is None else read_toml(path)
     values.pop("compare", None)  # a table of `dpoptim compare`
     given = {name: value for name, value in over.items() if value is not None}
+    if isinstance(given.get("columns"), list):  # as flags; columns that are not named are left out
+        given["columns"] = columns_table.columns_of_flags(given["columns"], values.get("columns") or {})
+        given.setdefault("drop", [columns_table.ALL_OTHERS])
     replaced = {name for pair in _PAIRS if given.keys() & set(pair) for name in pair}
     return Recipe.from_dict({**{name: value for name, value in values.items() if name not in replaced}, **given})
 

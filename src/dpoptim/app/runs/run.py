@@ -299,7 +299,8 @@ class _Run:
             "split": "validation",
             "loss": scores.loss,
             "accuracy": scores.accuracy,
-            "perplexity": None if setup.prepared.task.is_classification else scores.perplexity,
+            "rmse": scores.rmse,
+            "perplexity": None if setup.prepared.task.has_label else scores.perplexity,
             "examples": scores.examples,
             "outside_guarantee": True,
         }
@@ -396,7 +397,8 @@ def load_trained(directory: str | Path) -> nn.Module:
     file = place.model / "model.pt"
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
+        columns = next(iter(state.values())).shape[1]
+        model = load_model(task, recipe.model, label_names=names, columns=columns, width=recipe.width)
         model.load_state_dict(state)
     except Exception as error:  # torch raises errors of many types for files that are not its own
         raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from error

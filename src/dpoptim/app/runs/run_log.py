@@ -55,7 +55,7 @@ class RunLog:
         """Write the numbers of a step or evaluation to TensorBoard; the names of those that are not private say so."""
         parts: dict[str, dict[str, Any]] = {}
         if entry["kind"] == "evaluation":
-            parts["held-out"] = {name: entry[name] for name in ("loss", "accuracy", "perplexity")}
+            parts["held-out"] = {name: entry.get(name) for name in ("loss", "accuracy", "rmse", "perplexity")}
         elif entry["kind"] == "step":
             parts["run"] = {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")}
             parts["released"] = entry["released"]

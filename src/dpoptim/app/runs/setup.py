@@ -15,6 +15,7 @@ from torch import nn
 from dpoptim.app.data.records import RecordKind, Records, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
+from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.clipping import check_example_independence
@@ -89,7 +90,7 @@ def prepare_run(
         require("tensorboard", "report_to='tensorboard'")
     recipe = recipe.with_whole_paths()
     stage("reading the records")
-    task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
+    task = task_of(recipe)
     training, held_out = records_of(recipe, task)
     notes = []
     if held_out is None:
@@ -104,7 +105,7 @@ def prepare_run(
             "restore its data"
         )
     stage(f"loading {recipe.model}")
-    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
+    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "width", "seed")
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
     recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
@@ -128,7 +129,9 @@ def held_out_places(count: int, fraction: float) -> np.ndarray:
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     """Read the training records and the held-out ones."""
-    for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
+    used = {"label_column": task.has_label, "text_column": task.reads_text}
+    used |= dict.fromkeys(("columns", "drop"), task.is_tabular)
+    for name, is_used in used.items():
         given = getattr(recipe, name)
         if given is not None and not is_used:
             raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
@@ -136,7 +139,8 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     def read(source: str, label_names: Sequence[str] | None) -> Records:
         names = label_names if task.is_classification else None
         columns = recipe.part("text_column", "label_column", "split")
-        found = read_records(source, **columns, kind=record_kind(task), label_names=names)
+        table = {"declared": recipe.columns, "drop": recipe.drop or ()}
+        found = read_records(source, **columns, kind=record_kind(task), label_names=names, **table)
         found.refuse_empty()
         return found
 
@@ -149,6 +153,22 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     if len(out) == 0:
         return found, None
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task of a recipe: its own, or that of its model; a label that is declared as a number means regression."""
+    if recipe.task is not None:
+        return Task(recipe.task)
+    task, label, declared = task_of_model(recipe.model), label_of(recipe), recipe.columns or {}
+    if task.is_tabular and label in declared:
+        column = column_of(label, declared[label])
+        return Task.TABULAR_REGRESSION if isinstance(column, Number) or column == ESTIMATE_RANGE else task
+    return task
+
+
+def label_of(recipe: Recipe) -> str | None:
+    """The label's column: the recipe's, or "label" or "labels" if it is declared."""
+    return recipe.label_column or next((name for name in ("label", "labels") if name in (recipe.columns or {})), None)
 
 
 def _tried(setup: RunSetup) -> PrivacyPlan:

@@ -16,7 +16,7 @@ from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.strategies.toeplitz import ToeplitzStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.noise.search.workloads import PrefixSums, Workload
 from dpoptim.short_repr import ShortRepr
 
 _MAX_EVALUATIONS = 300

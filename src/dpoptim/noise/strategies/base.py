@@ -15,7 +15,7 @@ from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import NormalSource, TensorPart
 from dpoptim.noise.series import Series
 from dpoptim.noise.streams import HostStream, NoiseMemory, NoiseStream
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
+from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload
 
 
 class Strategy(ABC):
