@@ -31,6 +31,7 @@ from dpoptim.optim import (
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
     Adjacency,
+    ColumnCounts,
     CyclicPoisson,
     Gradient,
     IndependentMoments,
@@ -80,6 +81,7 @@ def make_plan(
     delta: float,
     parameters: int | nn.Module,
     release: Release = Gradient(),  # noqa: B008
+    counts: ColumnCounts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
@@ -95,7 +97,7 @@ def make_plan(
         plan = PrivacyPlan(
             num_examples=num_examples, batch_size=batch_size, steps=steps, clip_norm=clip_norm,
             sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
-            noise_multiplier=noise_multiplier, delta=delta,
+            noise_multiplier=noise_multiplier, delta=delta, counts=counts,
         )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):

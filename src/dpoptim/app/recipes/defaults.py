@@ -27,7 +27,7 @@ from dpoptim.integrations.named_settings import (
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.optim.out_of_memory import Remedies, halved
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
 
 VALIDATION_FRACTION = 0.05  # one record in twenty is enough to see a trend
 EPOCHS = 10  # private training gains from several passes; beyond ten the noise outweighs the gain
@@ -105,11 +105,15 @@ def chosen_device(name: str) -> torch.device:
 
 
 def plan_of(
-    recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
+    recipe: Recipe,
+    *,
+    parameters: int | nn.Module,
+    counts: ColumnCounts | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
     values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
-    values |= {"delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
+    values |= {"counts": counts, "delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
     return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpoptim.app.data.records import RecordKind, Records, read_records
+from dpoptim.app.data.estimates import counts_for, estimated, open_columns, without_looking
+from dpoptim.app.data.records import RecordKind, Records, read_columns, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
 from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.arguments import default_delta
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
+from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line, require
 from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,13 +73,19 @@ class RunSetup:
 
 
 def prepare_run(
-    recipe: Recipe, *, plan: PrivacyPlan | None = None, stage: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    *,
+    plan: PrivacyPlan | None = None,
+    looks: bool = True,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> RunSetup:
     """Read the data, hold some out, load the model, make the plan, and try model and optimizer on random examples.
 
     Args:
         recipe: The settings; what it leaves open is filled in.
         plan: The plan of a run to resume. Defaults to a new one.
+        looks: Whether to estimate the columns that the recipe leaves open. A dry run does not: their noisy counts are
+            a release, which belongs to a run.
         stage: Called with a short text when a stage begins.
 
     Raises:
@@ -91,13 +100,15 @@ def prepare_run(
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = task_of(recipe)
+    counts, notes = None, []
+    if plan is None:
+        recipe, counts, notes = _with_estimates(recipe, task, looks=looks, stage=stage)
     training, held_out = records_of(recipe, task)
-    notes = []
     if held_out is None:
-        notes = ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
+        notes.append("no records are held out, so there will be no scores; give validation_data (--validation-data)")
     elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
-        notes = _notes_on_shared(training, held_out)
+        notes += _notes_on_shared(training, held_out)
     count = recipe.num_examples or len(training)
     if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != len(training):
         raise ValueError(
@@ -114,7 +125,8 @@ def prepare_run(
     validation = None if held_out is None else prepared.on(held_out)
     if plan is None:
         stage("making the privacy plan")
-        plan = plan_of(recipe, parameters=prepared.model, progress=lambda name: stage(f"optimizing {name}"))
+        progress = {"progress": lambda name: stage(f"optimizing {name}")}
+        plan = plan_of(recipe, parameters=prepared.model, counts=counts, **progress)
         recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
     setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan, notes=notes)
     stage("trying the model on random examples")
@@ -153,6 +165,37 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     if len(out) == 0:
         return found, None
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
+
+
+def _with_estimates(
+    recipe: Recipe, task: Task, *, looks: bool, stage: Callable[[str], None]
+) -> tuple[Recipe, ColumnCounts | None, list[str]]:
+    """The recipe with every column declared, the noisy counts that this cost, and notes."""
+    declared = recipe.columns or {}
+    reused = [name for name, value in declared.items() if isinstance(value, Mapping) and value.get("estimated")]
+    notes = [f"{', '.join(reused)}: estimated by an earlier run, whose epsilon adds to this one's"] if reused else []
+    names = open_columns(declared)
+    if not names or not task.is_tabular:
+        return recipe, None, notes
+    columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
+    for name in names:
+        if name not in columns:
+            raise ValueError(f"columns.{name} is not a column of {recipe.data}; the columns are {', '.join(columns)}")
+    everyone = len(columns[names[0]])
+    places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
+    epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
+    if not epsilon or (recipe.epsilon is not None and epsilon >= recipe.epsilon):
+        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be set, below epsilon={recipe.epsilon}")
+    delta = recipe.delta or default_delta(recipe.num_examples or len(places))
+    counts = counts_for(declared, epsilon=epsilon, delta=delta, adjacency=Adjacency(recipe.adjacency))
+    if not looks:
+        note = f"a dry run does not estimate {', '.join(names)}; sizes assume one category each"
+        return recipe.replace(columns=without_looking(declared)), counts, [*notes, note]
+    stage("estimating columns")
+    key = Processes.current().shared_key(None)  # used for nothing else, and forgotten
+    own = {name: [columns[name][place] for place in places.tolist()] for name in names}
+    found = estimated(own, declared, counts, key, lambda index: locate(int(places[index])))
+    return recipe.replace(columns=found), counts, notes
 
 
 def task_of(recipe: Recipe) -> Task:
