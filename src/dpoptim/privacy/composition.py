@@ -29,9 +29,9 @@ Noised = tuple[SampledRun, float]
 def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     """Return the ε at which all these runs together are (ε, δ)-private.
 
-    Later runs may depend on what earlier runs released. The counts of a plan count as one more run. Runs without amplification are Gaussian mechanisms with shifts
+    Later runs may depend on what earlier runs released. Runs without amplification are Gaussian mechanisms with shifts
     μᵢ = sensitivityᵢ/σᵢ, and together one with shift √Σμᵢ² (Dong, Roth and Su 2022). Runs with secret sampling compose
-    their privacy loss distributions; the Gaussian is one more factor.
+    their privacy loss distributions; the Gaussian is one more factor. Counts before a run are a run of their own.
 
     Args:
         plans: One plan per run, all with the same adjacency. No plans give ε = 0; a run that is not private gives ∞.

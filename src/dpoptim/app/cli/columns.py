@@ -11,6 +11,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pathlib import Path
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data", metavar="DATA", help="a .csv, .tsv, .jsonl or .parquet file")
     parser.add_argument("--label-column", metavar="NAME", help="the column to predict (default: label)")
+    parser.add_argument("--json", action="store_true", help="print the names of the columns as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,5 +31,8 @@ def run(options: argparse.Namespace) -> int:
     label = options.label_column
     if label is not None and label not in names:
         raise ValueError(f"--label-column {label} is not a column; the columns are {', '.join(names)}")
+    if options.json:
+        print(json.dumps({"columns": names, "label_column": label}, ensure_ascii=False))
+        return 0
     sys.stdout.write(template(names, label=label, source=options.data))
     return 0

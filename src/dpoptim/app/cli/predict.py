@@ -25,7 +25,7 @@ from dpoptim.app.files import check_target, write_text
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", metavar="RUN", help="a run directory of `dpoptim train`")
-    parser.add_argument("--data", required=True, metavar="FILE", help="the rows: .csv, .tsv, .jsonl, .parquet, a folder")
+    parser.add_argument("--data", required=True, metavar="FILE", help=".csv, .tsv, .jsonl, .parquet or a folder")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the .csv file to write (default: print it)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
 

@@ -92,7 +92,7 @@ def read_header(path: Path) -> list[str]:
     """The names of a table's columns, without its values; a .jsonl file is read up to the end of its first record."""
     suffix = path.suffix.lower()
     if not path.is_file() or suffix not in TABLE_SUFFIXES:
-        raise ValueError(f"data {str(path)!r} is not a table here; give a file that ends in {', '.join(TABLE_SUFFIXES)}")
+        raise ValueError(f"data {str(path)!r} is not a table; give a file that ends in {', '.join(TABLE_SUFFIXES)}")
     if suffix == ".parquet":
         return list(require("pyarrow.parquet", f"reading {path.name}").read_schema(path).names)
     with path.open(encoding="utf-8-sig", newline="") as file:

@@ -35,7 +35,7 @@ _HEADS = ("classifier", "score", "classification_head")
 
 
 class MLP(nn.Sequential):
-    """Two hidden layers with ReLU, the second half as wide as the first, then the outputs; takes [examples, columns]."""
+    """Two hidden layers with ReLU, the second half as wide, then the outputs; takes [examples, columns]."""
 
     def __init__(self, *, columns: int, outputs: int, width: int = WIDTH) -> None:
         half = max(1, width // 2)
@@ -99,8 +99,10 @@ def load_model(
         torch.default_generator.manual_seed(seed)
         if name in _BUILT_IN or task.is_tabular:
             if task not in _BUILT_IN.get(name, ()):
-                own = ", ".join(f"{known!r} does {' and '.join(t.value for t in its)}" for known, its in _BUILT_IN.items())
-                raise ValueError(f"model={name!r} does not do {task.value}; {own}")
+                own = ", ".join(
+                    f"{known!r} does {' and '.join(t.value for t in its)}" for known, its in _BUILT_IN.items()
+                )
+                raise ValueError(f"model={name!r} does not do {task.value}; {', '.join(own)}")
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
             if name == "small-cnn":

@@ -171,8 +171,8 @@ def template(names: Sequence[str], *, label: str | None, source: str) -> str:
 
 
 def to_toml(declared: Mapping[str, Any]) -> str:
-    """The declarations as a table [columns] of a TOML document."""
-    return "[columns]\n" + "".join(f"{_key(name)} = {_inline(value)}\n" for name, value in declared.items())
+    """The declarations as lines of a TOML document, which may be followed by other settings."""
+    return "".join(f"columns.{_key(name)} = {_inline(value)}\n" for name, value in declared.items())
 
 
 def _inline(value: Any) -> str:

@@ -105,6 +105,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 _ABOVE_0 = _number(above=0)
 _TEXT = _kind(_name, str, "NAME")
 _SWITCH = _kind(boolean, bool)
+_COLUMNS = _kind(columns_table.check_columns, str, "NAME=…", nargs="+")
 
 DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
 
@@ -132,7 +133,8 @@ class Recipe:
     """
 
     # fmt: off
-    model: str = _setting(dataclasses.MISSING, _TEXT, DATA, 'a folder, a Hugging Face name, "mlp", "linear" or "small-cnn"')
+    model: str = _setting(dataclasses.MISSING, _TEXT, DATA,
+        'a folder, a Hugging Face name, "mlp", "linear" or "small-cnn"')
     data: str = _setting(dataclasses.MISSING, _TEXT, DATA,
         ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
@@ -143,7 +145,7 @@ class Recipe:
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
     label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
-    columns: Mapping[str, Any] | None = _setting(None, _kind(columns_table.check_columns, str, "NAME=…", nargs="+"), DATA,
+    columns: Mapping[str, Any] | None = _setting(None, _COLUMNS, DATA,
         "columns of a table to use: NAME=LOW:HIGH (numbers), NAME=a,b,c (categories), NAME=estimate-range, "
         "NAME=estimate-categories, or NAME as the recipe declares it")
     drop: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
@@ -244,7 +246,7 @@ class Recipe:
         values = self.to_dict()
         declared = values.pop("columns", None)
         text = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
-        text += "" if declared is None else f"\n{columns_table.to_toml(declared)}"
+        text += columns_table.to_toml(declared or {})
         return text.replace("\x7f", "\\u007f")
 
     def with_whole_paths(self) -> Recipe:
