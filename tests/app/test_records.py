@@ -228,7 +228,7 @@ def test_declared_columns_become_features(kind, tmp_path):
     records = read_records(path, label_column="kind", declared=AGES)
     assert records.kind is RecordKind.TABULAR
     assert records.feature_names == ("age", "age (missing)", "dose", "dose (missing)")
-    expected = np.array([[-0.4, 0, -0.25, 0], [0, 0, -1, 0], [0.4, 0, 10, 0]], np.float32)
+    expected = np.array([[-0.8, 0, -0.25, 0], [0, 0, -1, 0], [0.8, 0, 10, 0]], np.float32)
     np.testing.assert_allclose(records.features, expected, rtol=1e-6)
     assert records.labels is not None
     assert records.labels.tolist() == [0, 1, 0]

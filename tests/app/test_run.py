@@ -73,7 +73,7 @@ def test_log_holds_steps_scores_and_times(finished):
     start, end = entries[0], entries[-1]
     assert (start["steps"], start["batch_size"], start["examples"], start["validation_examples"]) == (20, 16, 114, 6)
     assert start["resumed_from"] is None
-    assert start["parameters"] == start["trained_parameters"] == 9282
+    assert start["parameters"] == start["trained_parameters"] == 290
     assert (end["step"], end["reason"]) == (20, "finished")
     steps = [entry for entry in entries if entry["kind"] == "step"]
     assert [entry["step"] for entry in steps] == [1, 5, 10, 15, 20]

@@ -61,7 +61,7 @@ def recipe_for(folder: Path, **changes: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("declared", "column"),
     [
-        ({"low": 0, "high": 120}, Number(center=60.0, scale=60.0, limit=1.0)),
+        ({"low": 0, "high": 120}, Number(center=60.0, scale=30.0, limit=2.0)),
         ({"center": 50, "scale": 20}, Number(center=50.0, scale=20.0)),
         ({"center": 50, "scale": 20, "estimated": True}, Number(center=50.0, scale=20.0)),
         (["a", 2], Categories(names=("a", "2"))),
@@ -103,11 +103,11 @@ def test_missing_and_unknown_values_have_their_own_slots():
     features, names = encode_table(columns, DECLARED, list(DECLARED), record_number)
     assert names == NAMES
     expected = [
-        [-0.5, 0, 1, 0, 0, 0, 0, 0],
+        [-1, 0, 1, 0, 0, 0, 0, 0],
         [0, 1, 0, 1, 0, 0, 1, 0],
         [0, 1, 0, 0, 1, 0, 0, 1],
-        [1, 0, 0, 0, 0, 1, -1, 0],
-        [-1, 0, 0, 0, 0, 1, 10, 0],
+        [2, 0, 0, 0, 0, 1, -1, 0],
+        [-2, 0, 0, 0, 0, 1, 10, 0],
     ]
     np.testing.assert_array_equal(features, np.array(expected, np.float32))
     assert features.dtype == np.float32
@@ -189,7 +189,7 @@ def test_template_from_the_header_alone(tmp_path, capsys):
     assert 'age = "?"\n"heart rate" = "?"\n' in text
     assert "outcome = " not in text
     (tmp_path / "recipe.toml").write_text(text)
-    with pytest.raises(ValueError, match="columns.age is not filled in. Write {low = 0, high = 120}"):
+    with pytest.raises(ValueError, match=r"columns\.age is not filled in\. Write {low = 0, high = 120}"):
         read_recipe(tmp_path / "recipe.toml", model="mlp", epsilon=1.0)
     assert main(["columns", str(data), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["columns"] == ["age", "heart rate", "outcome"]
@@ -212,7 +212,7 @@ def runs(tmp_path_factory) -> Path:
 def test_a_declared_number_as_label_means_regression(runs):
     assert read_recipe(runs / "numbers" / "recipe.toml").task == "tabular-regression"
     scores = [entry for entry in read_log(runs / "numbers" / "log.jsonl") if entry["kind"] == "evaluation"]
-    assert scores[-1]["rmse"] == pytest.approx(30 * scores[-1]["loss"] ** 0.5), "in days, not in units of the scale"
+    assert scores[-1]["rmse"] == pytest.approx(15 * scores[-1]["loss"] ** 0.5), "in days, not in units of the scale"
     assert scores[-1]["rmse"] < 8 < scores[0]["rmse"], "it learns"
     assert scores[-1]["accuracy"] is None
     assert scores[-1]["perplexity"] is None
@@ -224,7 +224,7 @@ def test_predictions_are_those_of_the_model(runs, capsys):
     features, _ = encode_table(columns, DECLARED, list(DECLARED), record_number)
     with torch.no_grad():
         outputs = load_trained(runs / "classes")(torch.from_numpy(features))
-        numbers = load_trained(runs / "numbers")(torch.from_numpy(features))[:, 0] * 30 + 30
+        numbers = load_trained(runs / "numbers")(torch.from_numpy(features))[:, 0] * 15 + 30
     found = predict(runs / "classes", runs / "patients.csv")
     assert found.label_names == ("ill", "well")
     assert found.values == [found.label_names[i] for i in outputs.argmax(1).tolist()]

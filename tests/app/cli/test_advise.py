@@ -190,7 +190,7 @@ def test_printed_code_runs(capsys):
 
 def test_printed_command_trains_as_advised(capsys, tmp_path):
     """A dry run of the printed command, and of `dpoptim train` with its defaults, have the advised settings."""
-    data, parameters = write_rows(tmp_path / "rows.csv"), 9282
+    data, parameters = write_rows(tmp_path / "rows.csv"), 290
     sizes = ["--steps", "20", "--batch-size", "16", "--epsilon", "4", "--delta", "1e-4"]
     found = json.loads(printed(capsys, ["advise", str(parameters), "--num-examples", "120", *sizes, "--json"]))
     given = shlex.split(found["train"].replace("MODEL", "mlp").replace("DATA", data))

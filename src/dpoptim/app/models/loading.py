@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dpoptim.integrations.losses import Task, tasks_of_classes, trained_elsewhere
 from dpoptim.integrations.optional import first_line, require
+from dpoptim.integrations.tables import table_model
 
 CNN_IMAGE_SIZE = 32
 _AUTO_CLASSES = {
@@ -26,21 +27,11 @@ _AUTO_CLASSES = {
     Task.TEXT_CLASSIFICATION: "AutoModelForSequenceClassification",
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
-WIDTH = 128  # of the first hidden layer of "mlp"
 _TABULAR = (Task.TABULAR_CLASSIFICATION, Task.TABULAR_REGRESSION)
 _BUILT_IN = {"mlp": _TABULAR, "linear": _TABULAR, "small-cnn": (Task.IMAGE_CLASSIFICATION,)}
 _ADAPTER = "adapter_config.json"
 _ADAPTER_TASKS = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 _HEADS = ("classifier", "score", "classification_head")
-
-
-class MLP(nn.Sequential):
-    """Two hidden layers with ReLU, the second half as wide, then the outputs; takes [examples, columns]."""
-
-    def __init__(self, *, columns: int, outputs: int, width: int = WIDTH) -> None:
-        half = max(1, width // 2)
-        hidden = nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, half), nn.ReLU()
-        super().__init__(*hidden, nn.Linear(half, outputs))
 
 
 class SmallCNN(nn.Module):
@@ -81,7 +72,7 @@ def load_model(
         columns: The number of features, for "mlp" and "linear".
         lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
         from_scratch: Read the configuration only, and draw all weights.
-        width: The hidden units of "mlp". Defaults to 128.
+        width: The hidden units of "mlp". Defaults to 32.
         seed: The seed of new weights. The same arguments give the same weights.
 
     Raises:
@@ -89,7 +80,7 @@ def load_model(
             fit the task.
 
     >>> load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=4, num_labels=3)[0]
-    Linear(in_features=4, out_features=128, bias=True)
+    Linear(in_features=4, out_features=32, bias=True)
     """
     labels = label_names or [str(place) for place in range(num_labels or 0)]
     if task.is_classification and len(labels) < 2:
@@ -110,9 +101,7 @@ def load_model(
             if not columns:
                 raise ValueError(f"columns={columns}: the built-in {name} needs the number of features")
             outputs = len(labels) if task.is_classification else 1
-            if name == "linear":
-                return nn.Linear(columns, outputs)
-            return MLP(columns=columns, outputs=outputs, width=width or WIDTH)
+            return table_model(name, columns=columns, outputs=outputs, width=width)
         model = _from_transformers(task, name, labels, from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 

@@ -31,7 +31,7 @@ class Number:
     """A column of numbers, read as (value − center)/scale and limited to ±limit.
 
     >>> Number.between(0, 120)
-    Number(center=60.0, scale=60.0, limit=1.0)
+    Number(center=60.0, scale=30.0, limit=2.0)
     """
 
     center: float
@@ -40,8 +40,8 @@ class Number:
 
     @classmethod
     def between(cls, low: float, high: float) -> Number:
-        """Numbers from `low` to `high`, read as −1 to 1."""
-        return cls(center=(low + high) / 2, scale=(high - low) / 2, limit=1.0)
+        """Numbers from `low` to `high`, read as −2 to 2: typical values are then about 1 in size."""
+        return cls(center=(low + high) / 2, scale=(high - low) / 4, limit=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)

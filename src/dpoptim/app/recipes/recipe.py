@@ -152,7 +152,7 @@ class Recipe:
         'columns of a table to leave out; "*" for all that are not declared')
     columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "the part of epsilon for columns that are estimated (default: a tenth)")
-    width: int | None = _setting(None, _whole(1), DATA, "hidden units of mlp (default: 128)")
+    width: int | None = _setting(None, _whole(1), DATA, "hidden units of mlp (default: 32)")
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
@@ -170,11 +170,13 @@ class Recipe:
     noise: str = _setting("auto", _TEXT, PRIVACY,
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
         "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
-    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "bound on one example's gradient (default: 0.1)")
+    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
+        "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd")
+        "default: 5e-4; 1e-3 for LoRA or new weights; 0.02 for mlp; 0.1 for linear; 1e-2 for small-cnn; 1 for dp_sgd "
+        "(0.1 on tables)")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER, "of scale_then_privatize")
@@ -187,7 +189,7 @@ class Recipe:
         "expected size (default: up to 2048, by the size of the data)")
     steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
     epochs: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
-        "instead of --steps, rounded up to whole steps (default: 10)")
+        "instead of --steps, rounded up to whole steps (default: 10; 20 for tables)")
     micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once")
     micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once")
 
