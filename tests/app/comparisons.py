@@ -9,6 +9,7 @@ import numpy as np
 
 from dpoptim.app import Recipe
 from dpoptim.app.comparison.request import Request
+from tests.app.runs import COLUMNS
 
 VARIANTS = ("post_processing", "scale_then_privatize")
 GRID = {"learning_rate": [1e-4, 0.03]}
@@ -27,7 +28,8 @@ def write_rows(path: Path, *, count: int = 240, seed: int = 0) -> str:
 def recipe_for(folder: Path, **changes: Any) -> Recipe:
     values: dict[str, Any] = {
         "model": "mlp", "data": str(folder / "private.csv"), "task": "tabular-classification",
-        "label_column": "label", "epsilon": 3.0, "delta": 1e-4, "sampling": "shuffled", "noise": "independent",
+        "label_column": "label", "columns": COLUMNS, "epsilon": 3.0, "delta": 1e-4, "sampling": "shuffled",
+        "noise": "independent",
         "steps": 4, "batch_size": 48, "validation_fraction": 0.25, **changes,
     }  # fmt: skip
     return Recipe(**values)

@@ -21,6 +21,10 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training",
 TIMES = ("time", "seconds", "examples_per_second")
 
 
+COLUMNS = {name: {"center": 0, "scale": 1} for name in "abc"}
+COLUMN_FLAGS = ["--columns", *(f"{name}=-10:10" for name in "abc")]
+
+
 def write_rows(path: Path, count: int = 120) -> str:
     """A table of three features and a label that follows from two of them."""
     rows = np.random.default_rng(0).normal(size=(count, 3))
@@ -47,8 +51,9 @@ def write_bert(folder: Path, *, dropout: float = 0.1) -> str:
 def rows_recipe(folder: Path, **changes: Any) -> Recipe:
     """Twenty steps of the built-in network on a table, shuffled: its accountant is a closed form."""
     settings: dict[str, Any] = {
-        "model": "mlp", "data": write_rows(folder / "rows.csv"), "epsilon": 8.0, "noise": "independent", "steps": 20,
-        "sampling": "shuffled", "batch_size": 16, "evaluate_every": 10, "checkpoint_every": 10, "log_every": 5,
+        "model": "mlp", "data": write_rows(folder / "rows.csv"), "columns": COLUMNS, "epsilon": 8.0,
+        "noise": "independent", "steps": 20, "sampling": "shuffled", "batch_size": 16,
+        "evaluate_every": 10, "checkpoint_every": 10, "log_every": 5,
     }  # fmt: skip
     return Recipe(**{**settings, **changes})
 

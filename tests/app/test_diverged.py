@@ -65,7 +65,7 @@ def test_model_that_is_not_finite_is_refused(tmp_path):
         model.bert.encoder.layer[0].output.dense.weight[0, 0] = math.nan
     model.save_pretrained(folder)
     assert not_finite(model) == ["bert.encoder.layer.0.output.dense.weight"]
-    recipe = rows_recipe(tmp_path, model=folder, data=data)
+    recipe = rows_recipe(tmp_path, model=folder, data=data, columns=None)
     for changes in ({}, {"lora_rank": 2}):
         with pytest.raises(ValueError, match=r"^1 parameters of model=.* are not finite \(first: .*0\.output\.dense"):
             train(recipe.replace(**changes), tmp_path / "run")

@@ -15,9 +15,10 @@ from torch import nn
 
 import dpoptim
 from dpoptim.app import RecordKind, Records, load_model, load_tokenizer, prepare
-from dpoptim.app.models.loading import MLP, SmallCNN, load_pixel_scale, task_of_model
+from dpoptim.app.models.loading import SmallCNN, load_pixel_scale, task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
+from dpoptim.integrations.tables import MLP
 from tests.app import tiny
 from tests.clipping.one_at_a_time import clipped_sum_one_at_a_time
 

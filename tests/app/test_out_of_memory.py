@@ -14,7 +14,16 @@ from dpoptim.app.recipes.recipe import read_recipe
 from dpoptim.app.runs.run_directory import checkpoints
 from dpoptim.clipping import PrivateMechanism, clipped_sums
 from dpoptim.optim import fused
-from tests.app.runs import CrashAfter, log_of, parameters_at, rows_recipe, write_bert, write_rows, write_texts
+from tests.app.runs import (
+    COLUMN_FLAGS,
+    CrashAfter,
+    log_of,
+    parameters_at,
+    rows_recipe,
+    write_bert,
+    write_rows,
+    write_texts,
+)
 
 SETTINGS = ["--epsilon", "4", "--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
 
@@ -94,7 +103,7 @@ def test_a_crash_keeps_its_micro_batches(tmp_path):
 
 
 def test_a_dry_run_names_a_flag(tmp_path, monkeypatch, capsys):
-    data = ["train", "--model", "mlp", "--data", write_rows(tmp_path / "rows.csv")]
+    data = ["train", "--model", "mlp", "--data", write_rows(tmp_path / "rows.csv"), *COLUMN_FLAGS]
     fail_at(monkeypatch, clipped_sums, "_sum", 1)
     assert main([*data, *SETTINGS, "--dry-run", "--micro-batch-size", "8"]) == 2
     assert "What to change first: --micro-batch-size 4 (" in capsys.readouterr().err

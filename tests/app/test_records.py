@@ -219,26 +219,30 @@ def test_invalid_labels_are_refused_if_they_were_requested(tmp_path):
 # -- tables of numbers, and images ------------------------------------------------------------------------------------
 
 
+AGES = {"age": {"low": 0, "high": 100}, "dose": {"center": 1, "scale": 2}}
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_numeric_columns_become_features(kind, tmp_path):
-    path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 2.0]})
-    records = read_records(path, label_column="kind")
+def test_declared_columns_become_features(kind, tmp_path):
+    path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 99.0]})
+    records = read_records(path, label_column="kind", declared=AGES)
     assert records.kind is RecordKind.TABULAR
-    assert records.feature_names == ("age", "dose")
-    np.testing.assert_array_equal(records.features, np.array([[30, 0.5], [50, -1], [70, 2]], np.float32))
+    assert records.feature_names == ("age", "age (missing)", "dose", "dose (missing)")
+    expected = np.array([[-0.8, 0, -0.25, 0], [0, 0, -1, 0], [0.8, 0, 10, 0]], np.float32)
+    np.testing.assert_allclose(records.features, expected, rtol=1e-6)
     assert records.labels is not None
     assert records.labels.tolist() == [0, 1, 0]
     taken = records.take([2, 0])
-    np.testing.assert_array_equal(taken.features, np.array([[70, 2], [30, 0.5]], np.float32))
+    np.testing.assert_array_equal(taken.features, records.features[[2, 0]])
 
 
-def test_bad_numeric_tables_are_refused(tmp_path):
+def test_bad_tables_are_refused(tmp_path):
     path = write(tmp_path, "csv", {"age": ["30", "", "x"], "label": [0, 1, 0]})
-    with pytest.raises(ValueError, match=r"'age' has 2 values that are not finite numbers \(first: '.*', record 2\); "):
+    with pytest.raises(ValueError, match=r"'age' has 1 values that are not numbers \(first: '.*', record 3\); "):
+        read_records(path, kind=RecordKind.TABULAR, declared={"age": AGES["age"]})
+    with pytest.raises(ValueError, match="column 'age' is not declared") as refused:
         read_records(path, kind=RecordKind.TABULAR)
-    path = write(tmp_path, "csv", {"age": ["30", "1e39", "1"], "label": [0, 1, 0]})
-    with pytest.raises(ValueError, match="column 'age' has 1 values that are not finite numbers"):
-        read_records(path)
+    assert 'age = {low = 0, high = 120} for numbers or age = ["a", "b"] for categories' in first_line(refused)
     path = write(tmp_path, "csv", {"age": [1, 2], "dose": [1, 2]})
     with pytest.raises(ValueError, match=r"has no column 'label'; set label_column .* to one of age, dose"):
         read_records(path)

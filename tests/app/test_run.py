@@ -19,7 +19,7 @@ from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
 from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
-from tests.app.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
+from tests.app.runs import COLUMNS, CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_log_holds_steps_scores_and_times(finished):
     start, end = entries[0], entries[-1]
     assert (start["steps"], start["batch_size"], start["examples"], start["validation_examples"]) == (20, 16, 114, 6)
     assert start["resumed_from"] is None
-    assert start["parameters"] == start["trained_parameters"] == 8898
+    assert start["parameters"] == start["trained_parameters"] == 290
     assert (end["step"], end["reason"]) == (20, "finished")
     steps = [entry for entry in entries if entry["kind"] == "step"]
     assert [entry["step"] for entry in steps] == [1, 5, 10, 15, 20]
@@ -93,7 +93,7 @@ def test_log_holds_steps_scores_and_times(finished):
 
 def test_saved_model_is_the_trained_one(finished):
     place, summary = finished
-    records = read_records(place.path.parent / "rows.csv")
+    records = read_records(place.path.parent / "rows.csv", declared=COLUMNS)
     held_out = records.take(held_out_places(len(records), 0.05))
     prepared = prepare(task=Task.TABULAR_CLASSIFICATION, model="mlp", records=held_out)
     prepared.model.load_state_dict(torch.load(place.model / "model.pt"))
@@ -141,7 +141,7 @@ def test_lora_trains_in_bf16(tmp_path):
 
 def test_held_out_records_never_enter_training(tmp_path):
     setup = prepare_run(rows_recipe(tmp_path, validation_fraction=0.25))
-    records = read_records(tmp_path / "rows.csv")
+    records = read_records(tmp_path / "rows.csv", declared=COLUMNS)
     out = held_out_places(120, 0.25)
     assert len(out) == 30
     assert setup.validation is not None
@@ -296,8 +296,8 @@ def test_model_that_mixes_examples_is_refused(tmp_path):
 def test_add_remove_needs_a_declared_size(tmp_path):
     data = write_rows(tmp_path / "rows.csv")
     recipe = Recipe(
-        model="mlp", data=data, noise_multiplier=1.0, adjacency="add_remove", num_examples=150, steps=3, batch_size=16,
-        noise="independent", sampling="poisson",
+        model="mlp", data=data, columns=COLUMNS, noise_multiplier=1.0, adjacency="add_remove", num_examples=150,
+        steps=3, batch_size=16, noise="independent", sampling="poisson",
     )  # fmt: skip
     summary = train(recipe, tmp_path / "run")
     assert (summary["examples"], summary["validation"]) == (150, None)

@@ -95,7 +95,7 @@ def test_loaded_model_reproduces_the_scores_of_the_run(tmp_path, case):
 
 def test_built_in_model_is_loaded_with_its_sizes(trained_run):
     model = load_trained(trained_run)
-    assert model(torch.zeros(5, 3)).shape == (5, 2)
+    assert model(torch.zeros(5, 6)).shape == (5, 2)
     saved = torch.load(trained_run / "model" / "model.pt", weights_only=True)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 

@@ -13,7 +13,7 @@ from scipy.linalg import toeplitz
 
 from dpoptim.noise import DecayedSums, PrefixSums, Workload
 from dpoptim.noise.search.objective import mean_square, workload_matrix
-from dpoptim.noise.workloads import toeplitz_errors
+from dpoptim.noise.search.workloads import toeplitz_errors
 from tests.noise.explicit import matrix_by_recurrence, workloads
 
 NAN, INF = math.nan, math.inf

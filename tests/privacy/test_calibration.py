@@ -145,6 +145,6 @@ def test_an_entry_just_above_the_target_is_not_used(cache_dir):
 def test_a_true_entry_is_used(cache_dir, monkeypatch):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)
-    monkeypatch.setattr(calibration, "_refine", None)
+    monkeypatch.setattr(calibration, "refine", None)
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
     assert disk_cache.cache_dir() == cache_dir

@@ -118,6 +118,8 @@ def scores_line(entry: dict[str, Any]) -> str:
     text = f"held-out loss {loss:.4f}"
     if entry.get("accuracy") is not None:
         text += f", accuracy {entry['accuracy']:.1%}".replace("%", " %")
+    if entry.get("rmse") is not None:
+        text += f", root mean squared error {entry['rmse']:.4g}"
     if entry.get("perplexity") is not None:
         text += f", perplexity {entry['perplexity']:.4g}"
     return text

@@ -29,16 +29,27 @@ class Task(enum.Enum):
     TEXT_CLASSIFICATION = "text-classification"
     IMAGE_CLASSIFICATION = "image-classification"
     TABULAR_CLASSIFICATION = "tabular-classification"
+    TABULAR_REGRESSION = "tabular-regression"
 
     @property
     def is_classification(self) -> bool:
-        """Whether an example has one label."""
+        """Whether an example has one of several labels."""
+        return self.has_label and self is not Task.TABULAR_REGRESSION
+
+    @property
+    def has_label(self) -> bool:
+        """Whether an example has a label: a class or a number."""
         return self not in (Task.MASKED_LM, Task.CAUSAL_LM)
 
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer."""
-        return self not in (Task.IMAGE_CLASSIFICATION, Task.TABULAR_CLASSIFICATION)
+        return self is not Task.IMAGE_CLASSIFICATION and not self.is_tabular
+
+    @property
+    def is_tabular(self) -> bool:
+        """Whether an example is a row of numbers."""
+        return self in (Task.TABULAR_CLASSIFICATION, Task.TABULAR_REGRESSION)
 
 
 _TABLES = {  # transformers' tables of model classes
@@ -78,9 +89,12 @@ def example_losses(
     inputs = {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
     labels, places = inputs.pop("labels"), inputs.pop("places", None)
     if task.is_classification:
-        logits = logits_of(model(inputs["features"]) if task is Task.TABULAR_CLASSIFICATION else model(**inputs))
+        logits = logits_of(model(inputs["features"]) if task.is_tabular else model(**inputs))
         losses = class_losses(logits, labels)
         return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
+    if task is Task.TABULAR_REGRESSION:
+        losses = (model(inputs["features"]).squeeze(-1).float() - labels.float()).square()
+        return ExampleLosses(total=losses, targets=torch.ones_like(losses, dtype=torch.int64))
     return _of_tokens(task.value, model, inputs, labels, places, targets_only)
 
 

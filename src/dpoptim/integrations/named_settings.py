@@ -31,6 +31,7 @@ from dpoptim.optim import (
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
     Adjacency,
+    ColumnCounts,
     CyclicPoisson,
     Gradient,
     IndependentMoments,
@@ -81,6 +82,7 @@ def make_plan(
     parameters: int | nn.Module,
     records_per_user: int | None = None,
     release: Release = Gradient(),  # noqa: B008
+    counts: ColumnCounts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
@@ -102,7 +104,7 @@ def make_plan(
             num_examples=num_examples, batch_size=batch_size, steps=steps, clip_norm=clip_norm,
             sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
             noise_multiplier=noise_multiplier, delta=delta, records_per_user=records_per_user,
-            unit="example" if records_per_user is None else "user",
+            unit="example" if records_per_user is None else "user", counts=counts,
         )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):

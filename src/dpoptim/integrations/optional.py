@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 _EXTRAS = {"transformers": "train", "peft": "train", "matplotlib": "plots"}
-_EXTRAS |= dict.fromkeys(("datasets", "pyarrow", "pillow"), "data")
+_EXTRAS |= dict.fromkeys(("datasets", "pyarrow", "pillow"), "data") | {"scikit-learn": "sklearn"}
+_PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # whose module has a different name
 
 
 def require(module: str, purpose: str) -> Any:
@@ -14,7 +15,8 @@ def require(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = module.partition(".")[0].replace("PIL", "pillow")
+        package = module.partition(".")[0]
+        package = _PACKAGES.get(package, package)
         source = f"'dpoptim[{_EXTRAS[package]}]'" if package in _EXTRAS else package
         raise ValueError(f"{purpose} needs the package {package}; run: pip install {source}") from error
 

@@ -6,6 +6,7 @@ from dpoptim.noise.search.banded import Banded, BandedToeplitz
 from dpoptim.noise.search.banded_inverse import BandedInverse
 from dpoptim.noise.search.buffered import BufferedToeplitz
 from dpoptim.noise.search.dense import Dense
+from dpoptim.noise.search.workloads import DecayedSums, PrefixSums, Workload
 from dpoptim.noise.series import divide, inverse_series, multiply, sqrt_series
 from dpoptim.noise.strategies.base import Strategy, StrategySpec, saved_strategy, strategy_state
 from dpoptim.noise.strategies.matrix import MatrixStrategy
@@ -17,7 +18,6 @@ from dpoptim.noise.strategies.toeplitz import (
     ToeplitzStrategy,
 )
 from dpoptim.noise.streams import ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
-from dpoptim.noise.workloads import DecayedSums, PrefixSums, Workload
 
 __all__ = [
     "Banded",

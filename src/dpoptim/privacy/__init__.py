@@ -11,6 +11,7 @@ from dpoptim.privacy.accounting import (
     rdp_epsilon,
 )
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.column_counts import ColumnCounts
 from dpoptim.privacy.composition import EpsilonSpent, calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.release_types import (
@@ -31,6 +32,7 @@ from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 
 __all__ = [
     "Adjacency",
+    "ColumnCounts",
     "CyclicPoisson",
     "EpsilonSpent",
     "GaussianRun",

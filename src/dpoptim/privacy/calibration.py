@@ -58,7 +58,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float) -> float:
     def coarse(multiplier: float) -> float:
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION)
 
-    multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
+    multiplier = refine(fine, _coarse_root(coarse, epsilon), epsilon)
     disk_cache.store("calibration", inputs, np.array([multiplier]))
     return multiplier
 
@@ -99,7 +99,7 @@ def _coarse_root(curve: Callable[[float], float], epsilon: float) -> float:
     return math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-3))
 
 
-def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> float:
+def refine(curve: Callable[[float], float], start: float, epsilon: float) -> float:
     """Run regula falsi in (ln σ, ln ε), aimed at the middle of the accepted band, from a start near it."""
     target = math.log(epsilon - tolerance(epsilon) / 2)
     below: tuple[float, float] | None = None  # (ln σ, ln ε) with too little noise: ε lies above the band

@@ -7,15 +7,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dpoptim.arguments import check_delta, check_whole
 from dpoptim.noise import Independent
 from dpoptim.privacy import accounting, calibration
 from dpoptim.privacy.accounting import GaussianRun, Run, SampledRun, TruncatedPoissonRun, gaussian_epsilon
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.sampled_gaussian import MAX_COMPOSED_POINTS, grid_interval, one_step, smallest_interval
 from dpoptim.privacy.sampling import CyclicPoisson
+
+if TYPE_CHECKING:
+    from dpoptim.privacy.plan import PrivacyPlan
 
 _CURVE_POINTS = 20
 
@@ -28,7 +31,7 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
 
     Later runs may depend on what earlier runs released. Runs without amplification are Gaussian mechanisms with shifts
     μᵢ = sensitivityᵢ/σᵢ, and together one with shift √Σμᵢ² (Dong, Roth and Su 2022). Runs with secret sampling compose
-    their privacy loss distributions; the Gaussian is one more factor.
+    their privacy loss distributions; the Gaussian is one more factor. Counts before a run are a run of their own.
 
     Args:
         plans: One plan per run, all with the same adjacency. No plans give ε = 0; a run that is not private gives ∞.
@@ -37,6 +40,7 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     Guarantee: an upper bound, and exact if no run is amplified. It covers every model and every log of released values,
     if each run has its own noise key.
 
+    >>> from dpoptim.privacy.plan import PrivacyPlan
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, noise_multiplier=2.0)
     >>> four = epsilon_of_runs([plan] * 4, delta=1e-6)
     >>> four == epsilon_of_runs([plan.replace(noise_multiplier=1.0)], delta=1e-6)
@@ -59,11 +63,16 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     sampled: dict[Noised, int] = {}
     for plan in plans:
         run, multiplier = plan.run, float(plan.noise_multiplier or 0.0)
+        if plan.counts is not None:
+            squared_shift += plan.counts.shift(plan.adjacency) ** 2
+            delta -= plan.counts.exposed_delta(plan.adjacency)
         if isinstance(run, GaussianRun):
             squared_shift += (run.sensitivity / multiplier) ** 2
         else:
             kind = (dataclasses.replace(run, steps=1), multiplier)
             sampled[kind] = sampled.get(kind, 0) + run.steps
+    if delta <= 0.0:
+        return math.inf
     if not sampled:
         return gaussian_epsilon(1.0 / math.sqrt(squared_shift), delta)
     if not squared_shift and len(sampled) == 1:
@@ -78,6 +87,7 @@ def calibrate_runs(plan: PrivacyPlan, times: int, *, epsilon: float, delta: floa
 
     Guarantee: `epsilon_of_runs([result] * times, delta=delta)` is within 1e-4 of `epsilon` and never above it.
 
+    >>> from dpoptim.privacy.plan import PrivacyPlan
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30)
     >>> many = calibrate_runs(plan, 9, epsilon=2.0, delta=1e-6)
     >>> 1.9999 < epsilon_of_runs([many] * 9, delta=1e-6) <= 2.0
@@ -87,6 +97,8 @@ def calibrate_runs(plan: PrivacyPlan, times: int, *, epsilon: float, delta: floa
         raise ValueError(f"release={plan.release!r} is not private at any noise multiplier. Use a different release.")
     run, times = plan.run, check_whole("times", times)
     merged: Run
+    if plan.counts is not None:
+        raise ValueError("A plan with counts cannot be repeated. Declare the columns instead of estimating them.")
     if isinstance(run, GaussianRun):
         merged = GaussianRun(sensitivity=run.sensitivity * math.sqrt(times))
     else:
@@ -133,6 +145,7 @@ class EpsilonSpent:
     With independent noise the first t steps are a run of t steps with the same noise multiplier. Correlated noise is
     accounted for as a whole, so its ε is spent from the first step on; `note` is a text that explains this.
 
+    >>> from dpoptim.privacy.plan import PrivacyPlan
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30).calibrate(epsilon=8.0, delta=1e-6)
     >>> spent = EpsilonSpent(plan)
     >>> spent.at(0), spent.at(10) < spent.at(30) <= 8.0, spent.note
@@ -140,6 +153,7 @@ class EpsilonSpent:
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
+        self._is_free = plan.counts is None  # until the first step
         partial = isinstance(plan.noise, Independent) and not isinstance(plan.sampling, CyclicPoisson)
         self.note = None if partial else "the whole run's: correlated noise is accounted for all steps at once"
         by_share = {math.ceil(plan.steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
@@ -151,6 +165,6 @@ class EpsilonSpent:
 
     def at(self, step: int) -> float:
         """Return the bound after `step` steps."""
-        if step <= 0:
+        if step <= 0 and self._is_free:
             return 0.0
         return self._value(self._grid[bisect.bisect_left(self._grid, step)])

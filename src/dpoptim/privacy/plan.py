@@ -14,14 +14,16 @@ import dpoptim.noise
 from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, check_whole, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, PrefixSums, Strategy, StrategySpec
 from dpoptim.outlook import Outlook
-from dpoptim.privacy import accounting, calibration, release_types, sampling
+from dpoptim.privacy import accounting, calibration, column_counts, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.column_counts import ColumnCounts
+from dpoptim.privacy.composition import epsilon_of_runs
 from dpoptim.privacy.release_types import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
-_IF_OMITTED = {"allow_mixing": None, "unit": "example", "records_per_user": None}
+_IF_OMITTED = {"counts": None, "allow_mixing": None, "unit": "example", "records_per_user": None}
 """Fields that the plans of most runs do not mention when they are saved."""
 
 
@@ -46,6 +48,7 @@ class PrivacyPlan:
         adjacency: Which datasets are neighbours.
         noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
         delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
+        counts: Noisy counts of the values of a table that are released before training; ε includes them.
         unit: Who is protected: an "example", or a "user" with all of their records. What is said of examples then
             holds for users, whose gradient is the mean over their records in the step.
         records_per_user: The most records that one user adds to a step, drawn at random. ε does not depend on it.
@@ -71,6 +74,7 @@ class PrivacyPlan:
     adjacency: Adjacency = Adjacency.ZERO_OUT
     noise_multiplier: float | None = None
     delta: float | None = None
+    counts: ColumnCounts | None = None
     allow_mixing: str | None = None  # the reason for letting examples mix, which the guarantee does not cover
     unit: str = "example"
     records_per_user: int | None = None
@@ -96,6 +100,8 @@ class PrivacyPlan:
             )
         if self.records_per_user is not None:
             set_whole(self, "records_per_user")
+            if self.counts is not None:
+                raise ValueError("counts with unit='user' have no proof: a user adds to many. Declare the columns.")
         if not isinstance(self.adjacency, Adjacency):
             raise ValueError(f"Expected an Adjacency such as Adjacency.ZERO_OUT, got adjacency={self.adjacency!r}.")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
@@ -222,11 +228,13 @@ class PrivacyPlan:
         delta = self._known_delta(delta)
         if isinstance(self.release, NoiselessSquare):
             return math.inf
+        if self.counts is not None and multiplier:
+            return epsilon_of_runs([self], delta=delta)
         return accounting.epsilon(self.run, noise_multiplier=multiplier, delta=delta)
 
     def rdp_epsilon(self, *, delta: float | None = None) -> float | None:
         """Return a looser upper bound on ε, by Rényi divergences; None where none is implemented."""
-        if not accounting.has_rdp_bound(self.run):
+        if self.counts is not None or not accounting.has_rdp_bound(self.run):
             return None
         multiplier, delta = self._known_multiplier(), self._known_delta(delta)
         if isinstance(self.release, NoiselessSquare):
@@ -246,7 +254,13 @@ class PrivacyPlan:
                 "release=Gradient() and then call .with_release(NoiselessSquare())."
             )
         multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))
-        return self.replace(noise_multiplier=multiplier, delta=float(delta))
+        found = self.replace(noise_multiplier=multiplier, delta=float(delta))
+        if self.counts is None or not multiplier:
+            return found
+        if (alone := self.counts.epsilon(self.adjacency, delta=float(delta))) >= epsilon:
+            raise ValueError(f"The counts alone have epsilon={alone:.4g} >= {epsilon:g}. Give them a smaller part.")
+        multiplier = calibration.refine(lambda m: found.replace(noise_multiplier=m).epsilon(), multiplier, epsilon)
+        return found.replace(noise_multiplier=multiplier)
 
     def replace(self, **changes: Any) -> PrivacyPlan:
         """Return a new plan with these fields changed. The noise multiplier is kept unless it is among them."""
@@ -310,9 +324,9 @@ class PrivacyPlan:
         if unknown := set(values) - known:
             raise ValueError(f"Unknown fields {sorted(unknown)}. A plan has {sorted(known)}.")
         fields = dict(values)
-        for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", release_types)):
-            if name in fields:
-                fields[name] = _from_plain(name, fields[name], module)
+        modules = {"sampling": sampling, "noise": dpoptim.noise, "release": release_types, "counts": column_counts}
+        for name in modules.keys() & fields:
+            fields[name] = _from_plain(name, fields[name], modules[name])
         if "adjacency" in fields:
             fields["adjacency"] = Adjacency(fields["adjacency"])
         return cls(**fields)

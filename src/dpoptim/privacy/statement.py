@@ -60,7 +60,8 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
         "Sampling": _sampling(plan),
         "Accountant": f"{accounting.describe_accountant(plan.run)}. {_second_opinion(plan, delta)}",
     }
-    details = {
+    details = {} if plan.counts is None else {"Before training": plan.counts.describe(plan.adjacency)}
+    details |= {
         "Participation": _participation(plan),
         "Released each step": _released(plan),
         "Sensitivity": _sensitivity(plan),

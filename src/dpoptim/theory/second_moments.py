@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 
 from dpoptim.arguments import check_at_most, check_number, check_whole
 from dpoptim.noise import Strategy, ToeplitzStrategy
+from dpoptim.noise.search.workloads import Matrix
 from dpoptim.noise.series import Series
-from dpoptim.noise.workloads import Matrix
 
 _TAIL = 1e-7  # in the limit, older steps with this total weight enter by their mean; their variance is below _TAIL²
 _NODES = np.linspace(0.0, 6.0, 121)

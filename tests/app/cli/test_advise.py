@@ -21,7 +21,7 @@ from dpoptim.app.cli.advise import model_size, typed_count
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.integrations.losses import Task
 from dpoptim.optim.geometries import InverseRoot
-from tests.app.runs import write_rows
+from tests.app.runs import COLUMN_FLAGS, write_rows
 
 DEFAULTS = ["--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
 TRAINING = [*DEFAULTS, "--sampling", "shuffled", "--clip-norm", "1"]
@@ -190,14 +190,14 @@ def test_printed_code_runs(capsys):
 
 def test_printed_command_trains_as_advised(capsys, tmp_path):
     """A dry run of the printed command, and of `dpoptim train` with its defaults, have the advised settings."""
-    data, parameters = write_rows(tmp_path / "rows.csv"), 8898
+    data, parameters = write_rows(tmp_path / "rows.csv"), 290
     sizes = ["--steps", "20", "--batch-size", "16", "--epsilon", "4", "--delta", "1e-4"]
     found = json.loads(printed(capsys, ["advise", str(parameters), "--num-examples", "120", *sizes, "--json"]))
     given = shlex.split(found["train"].replace("MODEL", "mlp").replace("DATA", data))
     assert given[:2] == ["dpoptim", "train"]
     whole = ["--validation-fraction", "0", "--dry-run", "--json"]
-    followed = json.loads(printed(capsys, [*given[1:], *whole]))
-    default = json.loads(printed(capsys, ["train", "--model", "mlp", "--data", data, *sizes, *whole]))
+    followed = json.loads(printed(capsys, [*given[1:], *COLUMN_FLAGS, *whole]))
+    default = json.loads(printed(capsys, ["train", "--model", "mlp", "--data", data, *COLUMN_FLAGS, *sizes, *whole]))
     for run in (followed, default):
         assert run["trained_parameters"] == found["parameters"] == parameters
         assert run["noise_multiplier"] == found["noise_multiplier"]

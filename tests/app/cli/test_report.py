@@ -101,7 +101,17 @@ def test_report_reads_what_train_writes(tmp_path, monkeypatch, capsys, variant):
     rows = [f"{i % 7},{i % 5},{'yes' if i % 7 > 3 else 'no'}" for i in range(80)]
     (tmp_path / "data.csv").write_text("\n".join(["a,b,label", *rows]) + "\n")
     train = ["train", "--model", "mlp", "--data", "data.csv", "--label-column", "label", "--run-dir", "run", "--debug"]
-    train += ["--task", "tabular-classification", "--noise-multiplier", "1", "--noise", "independent"]
+    train += [
+        "--columns",
+        "a=0:6",
+        "b=0:4",
+        "--task",
+        "tabular-classification",
+        "--noise-multiplier",
+        "1",
+        "--noise",
+        "independent",
+    ]
     train += ["--steps", "6", "--batch-size", "20", "--log-every", "2", "--variant", variant]
     assert main(train) == 0
     capsys.readouterr()

@@ -11,7 +11,7 @@ import pytest
 
 from dpoptim.app import progress
 from dpoptim.app.cli import main
-from tests.app.runs import write_bert, write_rows
+from tests.app.runs import COLUMN_FLAGS, write_bert, write_rows
 
 FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
 
@@ -20,7 +20,7 @@ FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampli
 def base(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "rows.csv")
-    return ["train", "--model", "mlp", "--data", "rows.csv", "--epsilon", "4", *FEW]
+    return ["train", "--model", "mlp", "--data", "rows.csv", "--epsilon", "4", *COLUMN_FLAGS, *FEW]
 
 
 def test_run_prints_guarantee_and_folder_and_resumes(base, capsys):
@@ -59,7 +59,7 @@ def test_json_is_the_summary_and_nothing_else(base, capsys):
 def test_flags_override_a_recipe(tmp_path, base, capsys):
     (tmp_path / "recipe.toml").write_text('model = "mlp"\ndata = "rows.csv"\nepsilon = 9\nsteps = 3\nbatch_size = 16\n')
     over = ["--epsilon", "2", "--noise", "independent", "--sampling", "shuffled", "--adjacency", "replace"]
-    assert main(["train", "recipe.toml", *over, "--betas", "0.8", "0.9", "--dry-run", "--json"]) == 0
+    assert main(["train", "recipe.toml", *COLUMN_FLAGS, *over, "--betas", "0.8", "0.9", "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["recipe"]["steps"], round(found["epsilon"], 2)) == (3, 2.0)
     assert found["plan"]["adjacency"] == "replace"
@@ -78,7 +78,7 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     for words in (
         "multiplier",
         "memory     about",
-        "parameters 35.6 kB",
+        "parameters 1.16 kB",
         "s per step",
         "--verbose",
     ):
@@ -95,8 +95,8 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     assert found["recipe"]["batch_size"] == 16
     assert found["noise_to_signal"] > 1
     estimate = found["estimate"]
-    assert estimate["parameter_bytes"] == 4 * 8898
-    assert estimate["optimizer_bytes"] == 3 * 4 * 8898, "two moments and a scale"
+    assert estimate["parameter_bytes"] == 4 * 290
+    assert estimate["optimizer_bytes"] == 3 * 4 * 290, "two moments and a scale"
     assert 0 < estimate["step_seconds"] < 60
     assert estimate["run_seconds"] == pytest.approx(4 * estimate["step_seconds"])
     assert set(tmp_path.rglob("*")) == before

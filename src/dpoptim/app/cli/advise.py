@@ -310,7 +310,7 @@ def _task(options: argparse.Namespace) -> Task:
 
 def model_size(model: str, *, task: Task) -> tuple[int, str]:
     """Count the trained parameters of MODEL and name its class; it is built on the meta device, without weights."""
-    if task is Task.TABULAR_CLASSIFICATION:
+    if task.is_tabular:
         raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
     labels = 2
     if task.is_classification and model != "small-cnn":

@@ -14,6 +14,8 @@ from dpoptim.version import __version__
 
 COMMANDS = {
     "train": "train a model privately; without arguments, run a demonstration",
+    "columns": "print the columns of a table as a recipe to fill in",
+    "predict": "predict the rows of a table with a finished run",
     "plan": "choose the noise for a privacy budget",
     "advise": "recommend an optimizer, its noise and settings to try",
     "compare": "compare optimizers at one privacy budget, over several seeds",

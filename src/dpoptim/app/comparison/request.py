@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpoptim.app.recipes.columns import ESTIMATES
 from dpoptim.app.recipes.recipe import VARIANTS, Recipe, boolean, check_known, names, read_recipe, read_toml, whole_path
 from dpoptim.arguments import check_choice, check_number, check_whole
 
@@ -59,6 +60,11 @@ class Request:
         if self.tuning_steps is not None:
             check_whole("tuning_steps", self.tuning_steps)
         boolean("references", self.references)
+        if estimates := [name for name, value in (self.recipe.columns or {}).items() if value in ESTIMATES]:
+            raise ValueError(
+                f"columns.{estimates[0]} is to be estimated, which a comparison cannot do once for all runs; declare "
+                "it, or copy the estimate from the recipe.toml of a run"
+            )
         for name, values in self.grid.items():
             if isinstance(values, Mapping):
                 check_choice("grid", name, (*VARIANTS, NON_PRIVATE))

@@ -54,8 +54,8 @@ class TokenDataset(Dataset[TextExample]):
         return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
 
 
-def row_dataset(records: Records) -> Dataset[tuple[Tensor, int]]:
-    """Rows of numbers, each with a label."""
+def row_dataset(records: Records) -> Dataset[tuple[Tensor, float]]:
+    """Rows of numbers, each with a label: a class, or a number."""
     columns: Any = torch.from_numpy(records.contents), np.asarray(records.labels).tolist()
     return StackDataset(*columns)
 
@@ -135,7 +135,7 @@ class TextCollate(_PaddedCollate):
         return {**self._tokens(examples), "labels": torch.tensor([example.label for example in examples])}
 
 
-def collate_tensors(examples: Sequence[tuple[Tensor, int]], *, name: str) -> Batch:
+def collate_tensors(examples: Sequence[tuple[Tensor, float]], *, name: str) -> Batch:
     """Make the values under the model's name for them, and labels [examples]."""
     values, labels = zip(*examples, strict=True)
     return {name: torch.stack(values), "labels": torch.tensor(labels)}

@@ -28,6 +28,12 @@ def record_number(index: int) -> str:
     return f"record {index + 1}"
 
 
+def refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
+    """Raise a ValueError if there are wrong records; it names the first and quotes none, because they are private."""
+    if wrong:
+        raise ValueError(f"{what} has {len(wrong)} {problem} (first: {locate(wrong[0])}); {advice}")
+
+
 def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
     """Read tables with the same columns one after the other; also return a function that names a record's file."""
     tables = [_read_table(path) for path in files]
@@ -80,6 +86,29 @@ def read_text(path: Path, newline: str | None = None) -> str:
         raise ValueError(f"data {str(path)!r} is not UTF-8; convert the file first") from None
     except PermissionError as error:
         raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
+
+
+def read_header(path: Path) -> list[str]:
+    """The names of a table's columns, without its values; a .jsonl file is read up to the end of its first record."""
+    suffix = path.suffix.lower()
+    if not path.is_file() or suffix not in TABLE_SUFFIXES:
+        raise ValueError(f"data {str(path)!r} is not a table; give a file that ends in {', '.join(TABLE_SUFFIXES)}")
+    if suffix == ".parquet":
+        return list(require("pyarrow.parquet", f"reading {path.name}").read_schema(path).names)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        if suffix == ".jsonl":
+            first = next((line for line in file if line.strip()), "")
+            found = None
+            with contextlib.suppress(json.JSONDecodeError):
+                found = json.loads(first)
+            if not isinstance(found, dict):
+                raise ValueError(f"data {str(path)!r} does not begin with a JSON object")
+            return list(found)
+        return next(csv.reader(file, delimiter=_delimiter(path)), [])
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
 def load_saved_dataset(folder: Path, split: str) -> Columns:
@@ -155,11 +184,10 @@ def _read_jsonl(path: Path) -> Columns:
 
 
 def _read_csv(path: Path) -> Columns:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 131,072 characters
     file = io.StringIO(read_text(path, newline=""), newline="")
     try:
-        header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
+        header, *rows = [row for row in csv.reader(file, delimiter=_delimiter(path)) if row] or [[]]
     except csv.Error as error:
         raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
     repeated = next((name for name in header if header.count(name) > 1), None)

@@ -2,15 +2,15 @@
 
 A record is the unit of privacy, or a user with all their records. So reading drops none and merges none: an empty text
 stays a record. A blank line is not a record, and hidden files are not read. Anything computed over all private records
-is not private, so features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are
-treated as known to everyone.
+is not private, so the columns of a table are encoded as they are declared. Label names are PUBLIC BY DECLARATION: those
+found in the data are treated as known to everyone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.app.data import readers
-from dpoptim.app.data.readers import Columns, HubColumn, Locate
+from dpoptim.app.data import readers, tables
+from dpoptim.app.data.readers import Columns, HubColumn, Locate, refuse
+from dpoptim.app.recipes.columns import Categories, Number, chosen_columns, column_of
 
 
 class RecordKind(enum.Enum):
@@ -38,8 +39,8 @@ class Records:
     """Records of one kind in the order of their source, each with a label if there are labels.
 
     Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
-    `labels[i]` is the place of record i's label in `label_names`, which are public by declaration. `users[i]` is the id
-    of its user.
+    `labels[i]` is the place of record i's label in `label_names`, which are public by declaration; or, with a
+    `label_scale`, a number in its units. `users[i]` is the id of its user.
     """
 
     kind: RecordKind
@@ -48,8 +49,9 @@ class Records:
     images: Sequence[Any] = ()
     features: NDArray[np.float32] | None = None  # [records, columns]
     feature_names: tuple[str, ...] = ()
-    labels: NDArray[np.int64] | None = None  # [records]
+    labels: NDArray[Any] | None = None  # [records]
     label_names: tuple[str, ...] = ()
+    label_scale: Number | None = None
     users: Sequence[Any] | None = None
     text_column: str | None = None  # the column that the texts were read from, if there was a choice
     locate: Locate = readers.record_number
@@ -70,7 +72,7 @@ class Records:
         """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
         wrong = [index for index, text in enumerate(self.texts) if not text.strip()]
         what = "text" if self.text_column is None else repr(self.text_column)
-        _refuse(wrong, self.locate, f"data {self.source!r}", f"records without {what}", "remove them")
+        refuse(wrong, self.locate, f"data {self.source!r}", f"records without {what}", "remove them")
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
         """The records at these places, in this order; use it to hold some out before training.
@@ -103,6 +105,8 @@ def read_records(
     split: str = "train",
     kind: RecordKind | None = None,
     label_names: Sequence[str] | None = None,
+    declared: Mapping[str, Any] | None = None,
+    drop: Sequence[str] = (),
 ) -> Records:
     """Read the records of a file, a folder or a Hugging Face dataset.
 
@@ -119,19 +123,22 @@ def read_records(
     Args:
         source: A file, a folder or the name of a dataset.
         text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
-            column of strings is tabular: the numeric columns beside the label are the features, unchanged.
+            column of strings is tabular.
         label_column: The column of labels. Defaults to "label" or "labels".
         user_column: The column of users' ids, which is no feature.
         users_may_lack: Accept records without such a column, such as held-out ones.
         split: Which part to read if the source has several.
         kind: The kind of record, if it should not be inferred.
         label_names: The labels in their order. Give those of the training records when reading evaluation records.
+        declared: For a table, what is publicly known of each column: `{"age": {"low": 0, "high": 120}}`. A declared
+            label is read as it is declared.
+        drop: Columns of a table to leave out; "*" for all that are not declared.
 
     Returns:
         Every record of the source, once and in order. Blank and null texts are kept as empty texts.
 
     Raises:
-        ValueError: The source is missing, empty or broken, or a column, label or feature is missing.
+        ValueError: The source is missing, empty or broken, a column or label is missing, or a column is not declared.
 
     Not private: label names that are found in the data. Declare them if they are not known to everyone.
 
@@ -143,6 +150,20 @@ def read_records(
     >>> found.texts, found.labels, found.label_names
     (['fine', ''], array([1, 0]), ('bad', 'good'))
     """
+    columns, locate = read_columns(source, split=split, kind=kind)
+    users = None
+    if user_column is not None and user_column in columns:
+        users, columns = list(columns[user_column]), {own: columns[own] for own in columns if own != user_column}
+        missing = [index for index, user in enumerate(users) if user is None or user == "" or user != user]
+        refuse(missing, locate, f"user_column={user_column!r}", "records without a user", "every record needs one")
+    elif user_column is not None and not users_may_lack:
+        raise ValueError(f"user_column={user_column!r} is not a column; the columns are {', '.join(columns)}")
+    chosen = (text_column, label_column, kind, label_names, declared or {}, drop)
+    return dataclasses.replace(_Reader(str(source), columns, locate, *chosen).read(), users=users)
+
+
+def read_columns(source: str | Path, *, split: str = "train", kind: RecordKind | None = None) -> tuple[Columns, Locate]:
+    """Read a source as named columns with one value per record; see `read_records`."""
     name = str(source)
     if not name.strip():
         raise ValueError(f"data {name!r} is blank; give a file, a folder or a dataset's name")
@@ -162,15 +183,7 @@ def read_records(
         columns = readers.load_hub_dataset(name, split)
     if not columns or not len(next(iter(columns.values()))):
         raise ValueError(f"data {name!r} has no records; there is nothing to train on")
-    users = None
-    if user_column is not None and user_column in columns:
-        users, columns = list(columns[user_column]), {own: columns[own] for own in columns if own != user_column}
-        missing = [index for index, user in enumerate(users) if user is None or user == "" or user != user]
-        _refuse(missing, locate, f"user_column={user_column!r}", "records without a user", "every record needs one")
-    elif user_column is not None and not users_may_lack:
-        raise ValueError(f"user_column={user_column!r} is not a column; the columns are {', '.join(columns)}")
-    found = _Reader(name, columns, locate, text_column, label_column, kind, label_names).read()
-    return dataclasses.replace(found, users=users)
+    return columns, locate
 
 
 def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:
@@ -204,6 +217,8 @@ class _Reader:
     label: str | None
     kind: RecordKind | None
     label_names: Sequence[str] | None
+    declared: Mapping[str, Any]
+    drop: Sequence[str]
 
     def read(self) -> Records:
         label = self._label_column()
@@ -216,7 +231,7 @@ class _Reader:
         if text is not None:
             values = list(self.columns[text])
             wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
-            _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose a text column")
+            refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose a text column")
             column = None if list(self.columns) == ["text"] else text  # a .txt file has no columns
             return self._records(RecordKind.TEXT, label, texts=[value or "" for value in values], text_column=column)
         if label is None:
@@ -224,14 +239,26 @@ class _Reader:
                 f"data {self.source!r} has no column 'label'; set label_column (--label-column) to one of "
                 f"{', '.join(self.columns)}"
             )
-        names = tuple(name for name in self.columns if name not in (label, *images))
-        if not names:
+        return self._table(label, [name for name in self.columns if name not in (label, *images)])
+
+    def _table(self, label: str, names: Sequence[str]) -> Records:
+        """The columns of a table, each encoded as it is declared."""
+        declared = {name: part for name, part in self.declared.items() if name != label}
+        chosen = chosen_columns(names, declared, self.drop, self.source)
+        if not chosen:
             raise ValueError(f"data {self.source!r} has no column beside the label, so there are no features")
-        features = np.stack([_numbers(name, self.columns[name], self.locate) for name in names], axis=1)
-        return self._records(RecordKind.TABULAR, label, features=features, feature_names=names)
+        features, feature_names = tables.encode_table(self.columns, declared, chosen, self.locate)
+        return self._records(RecordKind.TABULAR, label, features=features, feature_names=feature_names)
 
     def _records(self, kind: RecordKind, label: str | None, **contents: Any) -> Records:
-        labels, names = self._labels(label, needed=kind is RecordKind.TABULAR)
+        own = None if label is None or label not in self.declared else column_of(label, self.declared[label])
+        if label is not None and isinstance(own, Number):
+            numbers = tables.numbers(label, self.columns[label], self.locate)
+            absent = np.flatnonzero(np.isnan(numbers)).tolist()
+            refuse(absent, self.locate, f"label_column={label!r}", "records without a label", "every record needs one")
+            contents |= {"labels": tables.scaled(own, numbers).astype(np.float32), "label_scale": own}
+            return Records(kind=kind, source=self.source, locate=self.locate, **contents)
+        labels, names = self._labels(label, own, needed=kind is RecordKind.TABULAR)
         return Records(kind=kind, source=self.source, labels=labels, label_names=names, locate=self.locate, **contents)
 
     def _label_column(self) -> str | None:
@@ -260,7 +287,7 @@ class _Reader:
             raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(self.columns)}")
         return name
 
-    def _labels(self, label: str | None, *, needed: bool) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    def _labels(self, label: str | None, own: Any, *, needed: bool) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
         """The labels; none if there is no such column, or if one that was not asked for holds something else."""
         if label is None:
             return None, ()
@@ -269,17 +296,12 @@ class _Reader:
         if declared is not None:
             values = [declared[value] if value is not None and value >= 0 else None for value in values]
         try:
+            declared = own.names if isinstance(own, Categories) else declared
             return _label_places(list(values), self.label_names or declared, f"label_column={label!r}", self.locate)
         except ValueError:
             if needed or self.label is not None or self.label_names is not None:
                 raise
             return None, ()
-
-
-def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
-    """Raise a ValueError if there are wrong records; it names the first and quotes none, because they are private."""
-    if wrong:
-        raise ValueError(f"{what} has {len(wrong)} {problem} (first: {locate(wrong[0])}); {advice}")
 
 
 def _is_images(values: Sequence[Any]) -> bool:
@@ -302,25 +324,15 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.float32]:
-    """The values of a column, which must be finite numbers."""
-    with np.errstate(over="ignore"):
-        found = np.array([float(value) if _is_number(value) else np.nan for value in values]).astype(np.float32)
-    wrong = np.flatnonzero(~np.isfinite(found)).tolist()
-    advice = "fill or encode them by a rule that does not look at other records"
-    _refuse(wrong, locate, f"column {name!r}", "values that are not finite numbers", advice)
-    return found
-
-
 def _label_places(
     values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
     wrong = [index for index, value in enumerate(values) if value is None or value == ""]
-    _refuse(wrong, locate, what, "records without a label", "every record needs one")
+    refuse(wrong, locate, what, "records without a label", "every record needs one")
     whole = [isinstance(value, str | int) or (isinstance(value, float) and value.is_integer()) for value in values]
     wrong = [index for index, fits in enumerate(whole) if not fits]
-    _refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "use a different column")
+    refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "use a different column")
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
         is_number = {name: name.removeprefix("-").isdecimal() for name in found}
@@ -330,6 +342,6 @@ def _label_places(
         if len(set(names)) < len(names):
             raise ValueError(f"label_names={list(names)} has a name twice; give each once")
         wrong = [index for index, name in enumerate(found) if name not in names]
-        _refuse(wrong, locate, what, "labels that are not in label_names", "add their names, or remove the records")
+        refuse(wrong, locate, what, "labels that are not in label_names", "add their names, or remove the records")
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in found], dtype=np.int64), names

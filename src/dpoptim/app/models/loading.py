@@ -1,4 +1,4 @@
-"""Load models and tokenizers by name or folder; two small models are built in.
+"""Load models and tokenizers by name or folder; three small models are built in.
 
 New weights (a classification head, LoRA factors, a whole model from its configuration) are drawn from `seed` and do not
 change the global random state.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dpoptim.integrations.losses import Task, tasks_of_classes, trained_elsewhere
 from dpoptim.integrations.optional import first_line, require
+from dpoptim.integrations.tables import table_model
 
 CNN_IMAGE_SIZE = 32
 _AUTO_CLASSES = {
@@ -26,18 +27,11 @@ _AUTO_CLASSES = {
     Task.TEXT_CLASSIFICATION: "AutoModelForSequenceClassification",
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
-_BUILT_IN = {"mlp": Task.TABULAR_CLASSIFICATION, "small-cnn": Task.IMAGE_CLASSIFICATION}
+_TABULAR = (Task.TABULAR_CLASSIFICATION, Task.TABULAR_REGRESSION)
+_BUILT_IN = {"mlp": _TABULAR, "linear": _TABULAR, "small-cnn": (Task.IMAGE_CLASSIFICATION,)}
 _ADAPTER = "adapter_config.json"
 _ADAPTER_TASKS = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 _HEADS = ("classifier", "score", "classification_head")
-
-
-class MLP(nn.Sequential):
-    """Two hidden layers of 128 and 64 with ReLU, then the labels; takes [examples, columns]."""
-
-    def __init__(self, *, columns: int, num_labels: int) -> None:
-        hidden = nn.Linear(columns, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()
-        super().__init__(*hidden, nn.Linear(64, num_labels))
 
 
 class SmallCNN(nn.Module):
@@ -64,19 +58,21 @@ def load_model(
     columns: int | None = None,
     lora_rank: int | None = None,
     from_scratch: bool = False,
+    width: int | None = None,
     seed: int = 0,
 ) -> nn.Module:
     """Load the model for a task.
 
     Args:
         task: What is predicted.
-        name_or_path: A folder, a name on the Hugging Face hub, "mlp" (tabular) or "small-cnn" (images). A folder of
-            LoRA factors stands for its base model with the factors added.
+        name_or_path: A folder, a name on the Hugging Face hub, "mlp" or "linear" (tabular) or "small-cnn" (images). A
+            folder of LoRA factors stands for its base model with the factors added.
         num_labels: The number of labels, for classification without `label_names`.
         label_names: The names of the labels, saved in the model's configuration.
-        columns: The number of features, for "mlp".
+        columns: The number of features, for "mlp" and "linear".
         lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
         from_scratch: Read the configuration only, and draw all weights.
+        width: The hidden units of "mlp". Defaults to 32.
         seed: The seed of new weights. The same arguments give the same weights.
 
     Raises:
@@ -84,7 +80,7 @@ def load_model(
             fit the task.
 
     >>> load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=4, num_labels=3)[0]
-    Linear(in_features=4, out_features=128, bias=True)
+    Linear(in_features=4, out_features=32, bias=True)
     """
     labels = label_names or [str(place) for place in range(num_labels or 0)]
     if task.is_classification and len(labels) < 2:
@@ -92,17 +88,20 @@ def load_model(
     name = _expanded(name_or_path)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if name in _BUILT_IN or task is Task.TABULAR_CLASSIFICATION:
-            if _BUILT_IN.get(name) is not task:
-                own = " and ".join(f"{known!r} does {its_task.value}" for known, its_task in _BUILT_IN.items())
-                raise ValueError(f"model={name!r} does not do {task.value}; {own}")
+        if name in _BUILT_IN or task.is_tabular:
+            if task not in _BUILT_IN.get(name, ()):
+                own = ", ".join(
+                    f"{known!r} does {' and '.join(t.value for t in its)}" for known, its in _BUILT_IN.items()
+                )
+                raise ValueError(f"model={name!r} does not do {task.value}; {', '.join(own)}")
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
             if name == "small-cnn":
                 return SmallCNN(num_labels=len(labels))
             if not columns:
-                raise ValueError(f"columns={columns}: the built-in mlp needs the number of features")
-            return MLP(columns=columns, num_labels=len(labels))
+                raise ValueError(f"columns={columns}: the built-in {name} needs the number of features")
+            outputs = len(labels) if task.is_classification else 1
+            return table_model(name, columns=columns, outputs=outputs, width=width)
         model = _from_transformers(task, name, labels, from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
@@ -166,9 +165,9 @@ def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
 
 
 def task_of_model(name: str) -> Task:
-    """The task of the class that a model's configuration names."""
+    """The task of the class that a model's configuration names; classification for built-in models of tables."""
     if name in _BUILT_IN:
-        return _BUILT_IN[name]
+        return _BUILT_IN[name][0]
     transformers = require("transformers", f"model={name!r}")
     name = _expanded(name)
     adapter = _adapter(name)

@@ -107,11 +107,12 @@ class Prepared:
                 `label_names=` of the training records.
         """
         _check_records(self.task, records)
-        for name in ("label_names", "feature_names") if self.task.is_classification else ():
+        for name in ("label_names", "feature_names", "label_scale") if self.task.has_label else ():
             found, expected = getattr(records, name), getattr(self.records, name)
             if found != expected:
+                found, expected = (list(part) if isinstance(part, tuple) else part for part in (found, expected))
                 raise ValueError(
-                    f"data {records.source!r} has {name} {list(found)} and the training records have {list(expected)}; "
+                    f"data {records.source!r} has {name} {found} and the training records have {expected}; "
                     "they must be the same, in the same order"
                 )
         return dataclasses.replace(self, records=records, dataset=self.make_dataset(records))
@@ -137,6 +138,7 @@ def prepare(
     from_scratch: bool = False,
     bucket: int = 64,
     image_size: int | None = None,
+    width: int | None = None,
     seed: int = 0,
 ) -> Prepared:
     """Load the model, turn the records into its inputs, and define the loss of each example.
@@ -152,6 +154,7 @@ def prepare(
         from_scratch: Start from new weights.
         bucket: Texts are padded to a multiple of this.
         image_size: Images are resized to this. Defaults to the model's size, or 32.
+        width: The hidden units of the model "mlp".
         seed: The seed of new weights and masks.
 
     Raises:
@@ -181,7 +184,7 @@ def prepare(
         raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
     module = model if isinstance(model, nn.Module) else load_model(
         task, model, label_names=records.label_names, columns=len(records.feature_names), lora_rank=lora_rank,
-        from_scratch=from_scratch, seed=seed,
+        from_scratch=from_scratch, width=width, seed=seed,
     )  # fmt: skip
     broken = not_finite(module)
     if broken:
@@ -220,18 +223,23 @@ _Inputs = tuple[Callable[[Records], Dataset[Any]], Callable[[Sequence[Any]], Bat
 
 def record_kind(task: Task) -> RecordKind:
     """The kind of records that a task reads."""
-    kinds = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
-    return kinds.get(task, RecordKind.TEXT)
+    if task.is_tabular:
+        return RecordKind.TABULAR
+    return RecordKind.IMAGE if task is Task.IMAGE_CLASSIFICATION else RecordKind.TEXT
 
 
 def _check_records(task: Task, records: Records) -> None:
     needs, has = f"{task.value} needs", f"and data {records.source!r} has"
     if records.kind is not record_kind(task):
         raise ValueError(f"{needs} {record_kind(task).value} records, {has} {records.kind.value} records")
-    if task.is_classification and records.labels is None:
+    if task.has_label and records.labels is None:
         raise ValueError(f"{needs} labels, {has} none; set label_column (--label-column)")
     if task.is_classification and len(records.label_names) < 2:
         raise ValueError(f"{needs} at least two labels, {has} {list(records.label_names)}; declare label_names")
+    if task is Task.TABULAR_REGRESSION and records.label_scale is None:
+        raise ValueError(
+            f"{needs} the scale of the label, {has} none. Declare it under [columns], such as {{low = 0, high = 120}}."
+        )
 
 
 def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int) -> _Inputs:
@@ -305,6 +313,8 @@ def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
         return prepared.at_step(prepared.collated(_random_texts(prepared, lengths)), 0)
     dataset: Any = prepared.dataset
     values = torch.randn(len(lengths), *dataset[0][0].shape, generator=torch.Generator().manual_seed(0))
+    if prepared.task is Task.TABULAR_REGRESSION:
+        return prepared.collated([(one, float(place)) for place, one in enumerate(values)])
     classes = len(prepared.records.label_names)
     return prepared.collated([(one, place % classes) for place, one in enumerate(values)])
 

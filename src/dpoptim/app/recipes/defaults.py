@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
+from dpoptim.app.recipes.recipe import BUILT_IN, TABULAR_MODELS, Recipe
 from dpoptim.arguments import check_delta, default_delta
+from dpoptim.integrations import tables
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
@@ -27,18 +28,18 @@ from dpoptim.integrations.named_settings import (
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.optim.out_of_memory import Remedies, halved
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
 
 VALIDATION_FRACTION = 0.05  # one record in twenty is enough to see a trend
 EPOCHS = 10  # private training gains from several passes; beyond ten the noise outweighs the gain
-MOST_BATCH = 2048  # larger batches have less noise per example, but a step costs more
 FEWEST = 8  # fewer records do not fill the eight batches that the defaults assume
 
 
 def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torch.device) -> Recipe:
     """Fill in every setting that the recipe leaves open, for this number of training records, or of users.
 
-        batch_size = the power of two in (n/16, n/8], at most 2048;  steps = ⌈epochs·n/batch_size⌉, epochs = 10
+        batch_size = the power of two in (n/16, n/8], at most 2048
+        steps = ⌈epochs·n/batch_size⌉, epochs = 10, or 20 for tables
         delta = the power of ten in (1/(100·n), 1/(10·n)]
 
     `noise` and `sampling` are chosen when the plan is made, `eps` and `eps_scale` by the variant.
@@ -48,15 +49,15 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         raise ValueError(f"data={recipe.data!r} has {num_examples} training {units}; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
         check_delta(recipe.delta, num_examples)
-    # Large batches reduce noise, and an epoch should have eight or more.
-    batch_size = recipe.batch_size or min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
-    steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
+    batch_size = recipe.batch_size or tables.batch_size_for(num_examples)
+    epochs = recipe.epochs or (tables.EPOCHS if task.is_tabular else EPOCHS)
+    steps = recipe.steps or steps_of(epochs, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten evaluations show a run's course
     on_gpu = device.type == "cuda"
     defaults: dict[str, Any] = {
         "validation_fraction": validation_fraction(recipe),
         "delta": default_delta(num_examples),
-        "clip_norm": CLIP_NORM,
+        "clip_norm": tables.CLIP_NORMS.get(recipe.model, CLIP_NORM),
         "learning_rate": default_learning_rate(recipe),
         "batch_size": batch_size,
         "steps": steps,
@@ -67,7 +68,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     if task.reads_text:
         defaults["micro_batch_tokens"] = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
     else:
-        defaults["micro_batch_size"] = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
+        defaults["micro_batch_size"] = 1024 if task.is_tabular else 256 if on_gpu else 64
     filled = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
     return recipe.replace(**filled, task=task.value, num_examples=num_examples, epochs=None, device=str(device))
 
@@ -82,8 +83,10 @@ def validation_fraction(recipe: Recipe) -> float:
 
 def default_learning_rate(recipe: Recipe) -> float:
     """The default for the variant and the kind of model; 5e-4 worked best for private fine-tuning."""
-    if recipe.variant == "dp_sgd":
-        return 1.0  # its step is as long as the gradient
+    if recipe.variant == "dp_sgd":  # its step is as long as the gradient
+        return tables.SGD_LEARNING_RATE if recipe.model in TABULAR_MODELS else 1.0
+    if recipe.model in TABULAR_MODELS:
+        return tables.LEARNING_RATES[recipe.model]
     if recipe.model in BUILT_IN:
         return 1e-2
     return 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
@@ -106,11 +109,15 @@ def chosen_device(name: str) -> torch.device:
 
 
 def plan_of(
-    recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
+    recipe: Recipe,
+    *,
+    parameters: int | nn.Module,
+    counts: ColumnCounts | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
     values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
-    values |= {"delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
+    values |= {"counts": counts, "delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
     values["records_per_user"] = recipe.records_per_user
     return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
@@ -140,15 +147,8 @@ def smaller_micro_batch(recipe: Recipe) -> str:
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:
-    """The learning rate of step `step` (from 0) of a complete recipe, a pure function of the step.
-
-    rate · min(1, (step + 1)/warm) · decay,  decay = 1, 1 − x or (1 + cos πx)/2,  x = (step − warm)/(steps − warm)
-    """
+    """The learning rate of step `step` (from 0) of a complete recipe, a pure function of the step."""
     assert recipe.learning_rate is not None
     assert recipe.steps is not None
-    warm = int(recipe.warmup * recipe.steps)
-    if step < warm:
-        return recipe.learning_rate * (step + 1) / warm
-    done = (step - warm) / max(1, recipe.steps - warm)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    return recipe.learning_rate * decay[recipe.schedule]
+    shape = recipe.part("steps", "warmup", "schedule")
+    return recipe.learning_rate * tables.schedule_factor(step, **shape)

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from dpoptim.app.recipes import columns as columns_table
 from dpoptim.arguments import check_choice, check_number, check_whole
 
 VARIANTS = (
@@ -26,10 +27,14 @@ VARIANTS = (
     "dp_sgd",
 )
 SCHEDULES = ("linear", "cosine", "constant")
-TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
+TASKS = (
+    "masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification",
+    "tabular-regression",
+)  # fmt: skip
 ADJACENCIES = ("zero-out", "add-remove", "replace")
 TARGETS = ("none", "tensorboard", "wandb")
-BUILT_IN = ("mlp", "small-cnn")
+TABULAR_MODELS = ("mlp", "linear")
+BUILT_IN = (*TABULAR_MODELS, "small-cnn")
 """Models that need no files."""
 
 Kind = dict[str, Any]
@@ -110,6 +115,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 _ABOVE_0 = _number(above=0)
 _TEXT = _kind(_name, str, "NAME")
 _SWITCH = _kind(boolean, bool)
+_COLUMNS = _kind(columns_table.check_columns, str, "NAME=…", nargs="+")
 
 DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
 
@@ -137,7 +143,8 @@ class Recipe:
     """
 
     # fmt: off
-    model: str = _setting(dataclasses.MISSING, _TEXT, DATA, 'a folder, a Hugging Face name, "mlp" or "small-cnn"')
+    model: str = _setting(dataclasses.MISSING, _TEXT, DATA,
+        'a folder, a Hugging Face name, "mlp", "linear" or "small-cnn"')
     data: str = _setting(dataclasses.MISSING, _TEXT, DATA,
         ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
@@ -149,6 +156,14 @@ class Recipe:
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
     user_column: str | None = _setting(None, _TEXT, DATA, "column with the user of each record; see --records-per-user")
     label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
+    columns: Mapping[str, Any] | None = _setting(None, _COLUMNS, DATA,
+        "columns of a table to use: NAME=LOW:HIGH (numbers), NAME=a,b,c (categories), NAME=estimate-range, "
+        "NAME=estimate-categories, or NAME as the recipe declares it")
+    drop: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
+        'columns of a table to leave out; "*" for all that are not declared')
+    columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
+        "the part of epsilon for columns that are estimated (default: a tenth)")
+    width: int | None = _setting(None, _whole(1), DATA, "hidden units of mlp (default: 32)")
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
@@ -167,13 +182,15 @@ class Recipe:
     noise: str = _setting("auto", _TEXT, PRIVACY,
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
         "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
-    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "bound on one example's gradient (default: 0.1)")
+    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
+        "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd")
+        "default: 5e-4; 1e-3 for LoRA or new weights; 0.02 for mlp; 0.1 for linear; 1e-2 for small-cnn; 1 for dp_sgd "
+        "(0.1 on tables)")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER, "of scale_then_privatize")
@@ -186,7 +203,7 @@ class Recipe:
         "expected size (default: up to 2048, by the size of the data)")
     steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
     epochs: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
-        "instead of --steps, rounded up to whole steps (default: 10)")
+        "instead of --steps, rounded up to whole steps (default: 10; 20 for tables)")
     micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once")
     micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once")
 
@@ -248,8 +265,11 @@ class Recipe:
 
     def to_toml(self) -> str:
         """The recipe as a TOML document; settings that are None are left out."""
-        written = {name: json.dumps(value, ensure_ascii=False) for name, value in self.to_dict().items()}
-        return "".join(f"{name} = {value}\n" for name, value in written.items()).replace("\x7f", "\\u007f")
+        values = self.to_dict()
+        declared = values.pop("columns", None)
+        text = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+        text += columns_table.to_toml(declared or {})
+        return text.replace("\x7f", "\\u007f")
 
     def with_whole_paths(self) -> Recipe:
         """Make local paths absolute, so that a run can be resumed from any folder."""
@@ -294,6 +314,9 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
     values = {} if path is None else read_toml(path)
     values.pop("compare", None)  # a table of `dpoptim compare`
     given = {name: value for name, value in over.items() if value is not None}
+    if isinstance(given.get("columns"), list):  # as flags; columns that are not named are left out
+        given["columns"] = columns_table.columns_of_flags(given["columns"], values.get("columns") or {})
+        given.setdefault("drop", [columns_table.ALL_OTHERS])
     replaced = {name for pair in _PAIRS if given.keys() & set(pair) for name in pair}
     return Recipe.from_dict({**{name: value for name, value in values.items() if name not in replaced}, **given})
 

@@ -102,7 +102,7 @@ def _validation(run: RunHistory) -> dict[str, Any] | None:
     return {
         "mark": Mark.OUTSIDE.value,
         "step": last["step"],
-        **{name: last.get(name) for name in ("loss", "accuracy", "perplexity", "examples")},
+        **{name: last.get(name) for name in ("loss", "accuracy", "rmse", "perplexity", "examples")},
         "best_loss": best[1],
         "best_step": best[0],
     }
@@ -207,6 +207,7 @@ def _finals(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("Validation loss", _number(validation.get("loss")), Mark.OUTSIDE.value),
         ("Best validation loss", _number(validation.get("best_loss")), f"at step {validation.get('best_step')}"),
         ("Validation accuracy", _number(validation.get("accuracy")), Mark.OUTSIDE.value),
+        ("Validation root mean squared error", _number(validation.get("rmse")), Mark.OUTSIDE.value),
         ("Validation perplexity", _number(validation.get("perplexity")), Mark.OUTSIDE.value),
         ("ε spent", format_epsilon(found["epsilon_spent"]), "rounded up"),
         ("Steps", _number(found["steps"]), f"of {planned:,} planned"),

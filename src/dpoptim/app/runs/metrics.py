@@ -27,7 +27,7 @@ _MOST_SORTED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Mean losses and accuracy over records.
+    """Mean losses over records, and accuracy or error.
 
     NOT PRIVATE on private records: publish scores of public or held-out records only.
 
@@ -40,6 +40,7 @@ class Scores:
     loss: float  # mean over examples of the mean over their targets: what training minimizes
     target_loss: float  # mean over all targets
     accuracy: float | None = None  # classification only
+    rmse: float | None = None  # regression only: the root of the mean squared error, in the label's own unit
 
     @property
     def perplexity(self) -> float:
@@ -72,13 +73,14 @@ def evaluate(
             targets += int(found.targets.sum())
             with_targets += int((found.targets > 0).sum())
             right += float(found.correct.sum()) if found.correct is not None else 0.0
-    examples = len(prepared.records)
+    examples, unit = len(prepared.records), prepared.records.label_scale
     return Scores(
         examples=examples,
         targets=targets,
         loss=losses / max(with_targets, 1),
         target_loss=total / max(targets, 1),
         accuracy=right / examples if prepared.task.is_classification else None,
+        rmse=None if unit is None else math.sqrt(losses / max(with_targets, 1)) * unit.scale,
     )
 
 

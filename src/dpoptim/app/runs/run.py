@@ -300,7 +300,8 @@ class _Run:
             "split": "validation",
             "loss": scores.loss,
             "accuracy": scores.accuracy,
-            "perplexity": None if setup.prepared.task.is_classification else scores.perplexity,
+            "rmse": scores.rmse,
+            "perplexity": None if setup.prepared.task.has_label else scores.perplexity,
             "examples": scores.examples,
             "outside_guarantee": True,
         }
@@ -397,7 +398,8 @@ def load_trained(directory: str | Path) -> nn.Module:
     file = place.model / "model.pt"
     state = load_tensors(file)
     try:
-        model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
+        columns = next(iter(state.values())).shape[1]
+        model = load_model(task, recipe.model, label_names=names, columns=columns, width=recipe.width)
         model.load_state_dict(state)
     except (AttributeError, IndexError, RuntimeError, StopIteration, TypeError) as error:
         raise ValueError(f"{file} cannot be read ({first_line(error)}). Restore the original.") from error

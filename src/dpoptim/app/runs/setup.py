@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpoptim.app.data.records import RecordKind, Records, read_records
+from dpoptim.app.data.estimates import counts_for, estimated, open_columns, without_looking
+from dpoptim.app.data.records import RecordKind, Records, read_columns, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
+from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.report_to import check_installed
+from dpoptim.arguments import default_delta
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
+from dpoptim.data.processes import Processes
 from dpoptim.data.users import UserRecords
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line
 from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,13 +75,19 @@ class RunSetup:
 
 
 def prepare_run(
-    recipe: Recipe, *, plan: PrivacyPlan | None = None, stage: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    *,
+    plan: PrivacyPlan | None = None,
+    looks: bool = True,
+    stage: Callable[[str], None] = lambda text: None,
 ) -> RunSetup:
     """Read the data, hold some out, load the model, make the plan, and try model and optimizer on random examples.
 
     Args:
         recipe: The settings; what it leaves open is filled in.
         plan: The plan of a run to resume. Defaults to a new one.
+        looks: Whether to estimate the columns that the recipe leaves open. A dry run does not: their noisy counts are
+            a release, which belongs to a run.
         stage: Called with a short text when a stage begins.
 
     Raises:
@@ -90,14 +100,16 @@ def prepare_run(
     check_installed(recipe.report_to)
     recipe = recipe.with_whole_paths()
     stage("reading the records")
-    task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
+    task = task_of(recipe)
+    counts, notes = None, []
+    if plan is None:
+        recipe, counts, notes = _with_estimates(recipe, task, looks=looks, stage=stage)
     training, held_out = records_of(recipe, task)
-    notes = []
     if held_out is None:
-        notes = ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
+        notes.append("no records are held out, so there will be no scores; give validation_data (--validation-data)")
     elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
-        notes = _notes_on_shared(training, held_out)
+        notes += _notes_on_shared(training, held_out)
     units, unit = len(training), "record"
     if training.users is not None:
         units, unit = len(UserRecords(training.users)), "user"
@@ -108,7 +120,7 @@ def prepare_run(
             "its data"
         )
     stage(f"loading {recipe.model}")
-    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
+    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "width", "seed")
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
     recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
@@ -117,7 +129,8 @@ def prepare_run(
     validation = None if held_out is None else prepared.on(held_out)
     if plan is None:
         stage("making the privacy plan")
-        plan = plan_of(recipe, parameters=prepared.model, progress=lambda name: stage(f"optimizing {name}"))
+        progress = {"progress": lambda name: stage(f"optimizing {name}")}
+        plan = plan_of(recipe, parameters=prepared.model, counts=counts, **progress)
         recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
     setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan, notes=notes)
     stage("trying the model on random examples")
@@ -132,7 +145,9 @@ def held_out_places(count: int, fraction: float) -> np.ndarray:
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     """Read the training records and the held-out ones; with a user column, whole users are held out."""
-    for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
+    used = {"label_column": task.has_label, "text_column": task.reads_text}
+    used |= dict.fromkeys(("columns", "drop"), task.is_tabular)
+    for name, is_used in used.items():
         given = getattr(recipe, name)
         if given is not None and not is_used:
             raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
@@ -140,8 +155,9 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     def read(source: str, label_names: Sequence[str] | None, *, training: bool) -> Records:
         names = label_names if task.is_classification else None
         columns = recipe.part("text_column", "label_column", "user_column", "split")
-        kind = record_kind(task)
-        found = read_records(source, **columns, users_may_lack=not training, kind=kind, label_names=names)
+        table = {"declared": recipe.columns, "drop": recipe.drop or ()}
+        chosen = {"kind": record_kind(task), "label_names": names, "users_may_lack": not training}
+        found = read_records(source, **columns, **chosen, **table)
         found.refuse_empty()
         return found
 
@@ -159,6 +175,55 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     if len(out) == 0:
         return found, None
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
+
+
+def _with_estimates(
+    recipe: Recipe, task: Task, *, looks: bool, stage: Callable[[str], None]
+) -> tuple[Recipe, ColumnCounts | None, list[str]]:
+    """The recipe with every column declared, the noisy counts that this cost, and notes."""
+    declared = recipe.columns or {}
+    reused = [name for name, value in declared.items() if isinstance(value, Mapping) and value.get("estimated")]
+    notes = [f"{', '.join(reused)}: estimated by an earlier run, whose epsilon adds to this one's"] if reused else []
+    names = open_columns(declared)
+    if not names or not task.is_tabular:
+        return recipe, None, notes
+    if recipe.user_column is not None:
+        raise ValueError(f"columns.{names[0]} cannot be estimated for users, only for records; declare it")
+    columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
+    for name in names:
+        if name not in columns:
+            raise ValueError(f"columns.{name} is not a column of {recipe.data}; the columns are {', '.join(columns)}")
+    everyone = len(columns[names[0]])
+    places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
+    epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
+    if not epsilon or (recipe.epsilon is not None and epsilon >= recipe.epsilon):
+        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be set, below epsilon={recipe.epsilon}")
+    delta = recipe.delta or default_delta(recipe.num_examples or len(places))
+    counts = counts_for(declared, epsilon=epsilon, delta=delta, adjacency=Adjacency(recipe.adjacency))
+    if not looks:
+        note = f"a dry run does not estimate {', '.join(names)}; sizes assume one category each"
+        return recipe.replace(columns=without_looking(declared)), counts, [*notes, note]
+    stage("estimating columns")
+    key, _ = Processes.current().shared_run("estimates of columns", None, None)  # used here only, and forgotten
+    own = {name: [columns[name][place] for place in places.tolist()] for name in names}
+    found = estimated(own, declared, counts, key, lambda index: locate(int(places[index])))
+    return recipe.replace(columns=found), counts, notes
+
+
+def task_of(recipe: Recipe) -> Task:
+    """The task of a recipe: its own, or that of its model; a label that is declared as a number means regression."""
+    if recipe.task is not None:
+        return Task(recipe.task)
+    task, label, declared = task_of_model(recipe.model), label_of(recipe), recipe.columns or {}
+    if task.is_tabular and label in declared:
+        column = column_of(label, declared[label])
+        return Task.TABULAR_REGRESSION if isinstance(column, Number) or column == ESTIMATE_RANGE else task
+    return task
+
+
+def label_of(recipe: Recipe) -> str | None:
+    """The label's column: the recipe's, or "label" or "labels" if it is declared."""
+    return recipe.label_column or next((name for name in ("label", "labels") if name in (recipe.columns or {})), None)
 
 
 def _tried(setup: RunSetup) -> PrivacyPlan:

@@ -1,1 +1,1 @@
-"""Searches for good strategies. They cannot affect ε: each strategy checks itself and computes its sensitivity."""
+"""Searches for good strategies, and the errors they minimize. They cannot affect ε: each strategy checks itself."""

@@ -12,11 +12,11 @@ from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.dense import optimal_dense
 from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
+from dpoptim.noise.search.workloads import PrefixSums, Workload
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.strategies.toeplitz import ToeplitzStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload
 from dpoptim.short_repr import ShortRepr
 
 _MAX_EVALUATIONS = 300

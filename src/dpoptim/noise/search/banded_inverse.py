@@ -9,9 +9,9 @@ import numpy as np
 from dpoptim.arguments import set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
+from dpoptim.noise.search.workloads import PrefixSums, Workload
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.toeplitz import BandedInverseStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload
 from dpoptim.short_repr import ShortRepr
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from dpoptim.arguments import check_choice, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload, lbfgs
+from dpoptim.noise.search.workloads import PrefixSums, Workload
 from dpoptim.noise.series import Series, noising_series, powers
 from dpoptim.noise.strategies.toeplitz import BufferedToeplitzStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload
 from dpoptim.short_repr import ShortRepr
 
 _GRID = 64  # candidate decays for one more buffer

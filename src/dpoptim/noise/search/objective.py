@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload, apply_toeplitz
 from dpoptim.noise.series import Series, multiply
 from dpoptim.noise.strategies.base import check_participation
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, apply_toeplitz
 
 Objective = Literal["mean", "max"]
 

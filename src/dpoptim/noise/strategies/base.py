@@ -13,9 +13,9 @@ import torch
 from dpoptim.arguments import check_whole
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import NormalSource, TensorPart
+from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload
 from dpoptim.noise.series import Series
 from dpoptim.noise.streams import HostStream, NoiseMemory, NoiseStream
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 
 class Strategy(ABC):

@@ -11,10 +11,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike
 
 from dpoptim.noise.normals import NormalSource
+from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload
 from dpoptim.noise.series import Series
 from dpoptim.noise.strategies.base import Strategy, fitting_participations
 from dpoptim.noise.streams import ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 _ROUNDING = 1e-12  # smaller differences of column products count as rounding
 

@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike
 
 from dpoptim.arguments import check_at_most, check_whole, set_whole
 from dpoptim.noise.normals import NormalSource
+from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 from dpoptim.noise.series import Series, divide, inverse_series, noising_series, powers, sqrt_series
 from dpoptim.noise.strategies.base import Strategy, check_participation, fitting_participations
 from dpoptim.noise.streams import BufferedStream, ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 
 _ROUNDING = 1e-13  # smaller increases of C's coefficients, relative to the first, count as rounding
 

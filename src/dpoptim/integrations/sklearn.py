@@ -1,0 +1,305 @@
+"""Private classifiers and regressors with the conventions of scikit-learn.
+
+    classifier = DPClassifier(epsilon=3.0, bounds=(low, high)).fit(X, y)
+    print(classifier.score(X_test, y_test), classifier.statement())
+
+Bounds are public, and required: there is no default that reads them from the data with a warning, because warnings are
+hidden in notebooks and pipelines, and the guarantee would be void. In front of the estimator, use only transformers
+that learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import StackDataset
+
+from dpoptim.arguments import check_choice, check_number, default_delta
+from dpoptim.data import private_loader
+from dpoptim.integrations import tables
+from dpoptim.integrations.named_settings import make_optimizer, make_plan
+from dpoptim.integrations.optional import require
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import Adjacency, PrivacyPlan
+
+_base = require("sklearn.base", "dpoptim.integrations.sklearn")
+_validation = require("sklearn.utils.validation", "dpoptim.integrations.sklearn")
+_multiclass = require("sklearn.utils.multiclass", "dpoptim.integrations.sklearn")
+
+__all__ = ["DPClassifier", "DPRegressor"]
+
+_FEWEST = 8  # fewer examples do not fill the eight batches of an epoch
+_ROWS_AT_ONCE = 1024
+
+
+class _DPEstimator(_base.BaseEstimator):
+    """What both estimators share. Each `fit` is a run of its own: ε adds up over fits on the same data."""
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float | None = None,
+        *,
+        bounds: Any = None,
+        model: str = "mlp",
+        width: int = tables.WIDTH,
+        epochs: float = tables.EPOCHS,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
+        clip_norm: float | None = None,
+        noise: str = "auto",
+        sampling: str = "auto",
+        adjacency: str = "zero_out",
+        random_state: Any = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.model = model
+        self.width = width
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.clip_norm = clip_norm
+        self.noise = noise
+        self.sampling = sampling
+        self.adjacency = adjacency
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.non_deterministic = True
+        return tags
+
+    def statement(self) -> str:
+        """Return the privacy statement of the last fit."""
+        _validation.check_is_fitted(self)
+        plan: PrivacyPlan = self.plan_
+        public = "The bounds of columns and targets and the names of classes are public."
+        return f"{plan.statement()}\n  - {public}\n  - Each fit on these records is a run of its own, whose ε adds up."
+
+    def _features(self, X: NDArray[np.float64]) -> Tensor:
+        """Each row by itself: columns scaled from their bounds to [−2, 2], with one more column for missing values."""
+        low, high = self._checked_bounds(X.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = np.clip((X - (low + high) / 2) / ((high - low) / 4), -2.0, 2.0)
+        absent = np.isnan(X)
+        return torch.from_numpy(np.concatenate([np.where(absent, 0.0, scaled), absent], axis=1).astype(np.float32))
+
+    def _checked_bounds(self, columns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        if self.bounds is None:
+            raise ValueError(
+                "bounds is missing: give the public range of the columns, such as bounds=(0, 120) or "
+                "bounds=([0, 60], [120, 200]). It is not read from the data, because that would not be private."
+            )
+        low, high = _pair("bounds", self.bounds)
+        for name, values in (("low", low), ("high", high)):
+            if values.shape not in ((), (columns,)):
+                raise ValueError(f"bounds: {name} has shape {values.shape}; give one number, or {columns} numbers")
+        if not (np.isfinite(low).all() and np.isfinite(high).all() and (low < high).all()):
+            raise ValueError("bounds must be finite, with low < high in every column")
+        return np.broadcast_to(low, columns), np.broadcast_to(high, columns)
+
+    def _train(
+        self, X: NDArray[np.float64], targets: Tensor, outputs: int, losses: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Make the plan and the model, and train it privately."""
+        check_choice("model", self.model, tables.LEARNING_RATES)
+        check_number("epsilon", self.epsilon, above=0)
+        check_choice("adjacency", self.adjacency, ("zero_out", "replace"))  # add-remove hides the number of examples
+        features, count = self._features(X), len(X)
+        batch_size = self.batch_size or tables.batch_size_for(count)
+        seed = int(_validation.check_random_state(self.random_state).randint(2**31))  # of the weights, never of noise
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            model = tables.table_model(self.model, columns=features.shape[1], outputs=outputs, width=self.width)
+        plan = make_plan(
+            num_examples=count, batch_size=batch_size, epsilon=self.epsilon, noise_multiplier=None,
+            steps=tables.steps_for(count, batch_size, epochs=self.epochs),
+            clip_norm=self.clip_norm or tables.CLIP_NORMS[self.model],
+            sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
+            delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
+        )  # fmt: skip
+        key, rate = NoiseKey.generate(), self.learning_rate or tables.LEARNING_RATES[self.model]
+        optimizer = make_optimizer(
+            "scale_then_privatize", model, plan, learning_rate=rate, betas=(0.9, 0.999), eps=None, eps_scale=None,
+            weight_decay=0.0, key=key,
+        )  # fmt: skip
+        dataset: Any = StackDataset(features, targets)  # type: ignore[arg-type]
+        loader = private_loader(dataset, plan, key=key, micro_batch_size=_ROWS_AT_ONCE)
+        for rows, labels in loader:
+            factor = {"steps": plan.steps, "warmup": tables.WARMUP, "schedule": "linear"}
+            for group in optimizer.param_groups:
+                group["lr"] = rate * tables.schedule_factor(optimizer.mechanism.step, **factor)
+            losses(model(rows), labels).sum().backward()
+            if loader.step_ends:
+                optimizer.step()
+        self.plan_, self.n_iter_ = optimizer.plan, plan.steps
+        optimizer.detach()
+        self.model_ = model.eval()
+
+    def _outputs(self, X: ArrayLike) -> Tensor:
+        _validation.check_is_fitted(self)
+        checked = _validation.validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite="allow-nan")
+        with torch.no_grad():
+            found: Tensor = self.model_(self._features(checked))
+        return found
+
+    def _checked(self, X: ArrayLike, y: ArrayLike, **named: Any) -> Any:
+        named |= {"dtype": np.float64, "ensure_all_finite": "allow-nan", "ensure_min_samples": _FEWEST}
+        return _validation.validate_data(self, X, y, **named)
+
+
+class DPClassifier(_base.ClassifierMixin, _DPEstimator):
+    """A private classifier with the conventions of scikit-learn.
+
+    Args:
+        epsilon: ε of a fit.
+        delta: δ. Defaults to a power of ten, at most 1/(10·examples).
+        bounds: The public range of the columns, (low, high): two numbers, or two lists with one per column. Values
+            outside count as the nearest bound. NaN counts as missing.
+        model: "mlp", with one hidden layer, or "linear", for logistic regression.
+        width: The hidden units of "mlp".
+        epochs: The passes over the data.
+        batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
+        learning_rate: The largest learning rate. Defaults to 0.02 for "mlp" and 0.1 for "linear".
+        clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
+        noise: The kind of noise, as in `dpoptim train`.
+        sampling: How batches are drawn, as in `dpoptim train`.
+        adjacency: "zero_out" or "replace": which datasets are neighbours. The number of examples is public.
+        random_state: The seed of the starting weights. Noise and batches are secret and never repeat.
+
+    Attributes:
+        classes_: The classes in y, which are taken to be public.
+        plan_: The privacy plan of the fit.
+        model_: The trained torch module.
+
+    Guarantee: a fitted estimator satisfies `statement()`, if the bounds and the classes are public.
+
+    >>> X = np.random.default_rng(0).normal(size=(500, 2))
+    >>> fitted = DPClassifier(epsilon=8.0, bounds=(-3, 3), model="linear", noise="independent").fit(X, X[:, 0] > 0)
+    >>> fitted.score(X, X[:, 0] > 0) > 0.9
+    True
+    >>> print(fitted.statement().splitlines()[0])
+    Differentially private: epsilon = 8.0000 at delta = 0.0001
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Train on the examples; the earlier fit is forgotten, but its ε is spent."""
+        X, y = self._checked(X, y)
+        _multiclass.check_classification_targets(y)
+        self.classes_, places = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
+
+        def losses(outputs: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(outputs, labels, reduction="none")
+
+        self._train(X, torch.from_numpy(places.astype(np.int64)), len(self.classes_), losses)
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Return the probability of each class, [examples, classes]."""
+        return self._outputs(X).double().softmax(1).numpy()
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """Return the most probable class of each example."""
+        places = self._outputs(X).argmax(1).numpy()
+        found: NDArray[Any] = self.classes_[places]
+        return found
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.poor_score = True  # on the few examples of scikit-learn's checks, noise outweighs them
+        return tags
+
+
+class DPRegressor(_base.RegressorMixin, _DPEstimator):
+    """A private regressor with the conventions of scikit-learn.
+
+    The arguments are those of `DPClassifier`, and one more:
+
+    Args:
+        target_bounds: The public range of y, (low, high); values outside count as the nearest bound.
+
+    Guarantee: a fitted estimator satisfies `statement()`, if all bounds are public.
+
+    >>> X = np.random.default_rng(0).normal(size=(500, 2))
+    >>> model = DPRegressor(epsilon=8.0, bounds=(-3, 3), target_bounds=(-5, 5), model="linear", noise="independent")
+    >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.8
+    True
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1.0,
+        delta: float | None = None,
+        *,
+        bounds: Any = None,
+        target_bounds: Any = None,
+        model: str = "mlp",
+        width: int = tables.WIDTH,
+        epochs: float = tables.EPOCHS,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
+        clip_norm: float | None = None,
+        noise: str = "auto",
+        sampling: str = "auto",
+        adjacency: str = "zero_out",
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            epsilon, delta, bounds=bounds, model=model, width=width, epochs=epochs, batch_size=batch_size,
+            learning_rate=learning_rate, clip_norm=clip_norm, noise=noise, sampling=sampling, adjacency=adjacency,
+            random_state=random_state,
+        )  # fmt: skip
+        self.target_bounds = target_bounds
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+        """Train on the examples; the earlier fit is forgotten, but its ε is spent."""
+        X, y = self._checked(X, y, y_numeric=True)
+        center, scale = self._target_scale()
+        scaled = np.clip((np.asarray(y, dtype=np.float64) - center) / scale, -2.0, 2.0).astype(np.float32)
+
+        def losses(outputs: Tensor, labels: Tensor) -> Tensor:
+            return (outputs[:, 0] - labels).square()
+
+        self._train(X, torch.from_numpy(scaled), 1, losses)
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Return the predicted number of each example."""
+        outputs = self._outputs(X)[:, 0].double().numpy()
+        center, scale = self._target_scale()
+        return np.asarray(outputs * scale + center)
+
+    def _target_scale(self) -> tuple[float, float]:
+        if self.target_bounds is None:
+            raise ValueError(
+                "target_bounds is missing: give the public range of y, such as target_bounds=(0, 30). It is not read "
+                "from the data, because that would not be private."
+            )
+        low, high = _pair("target_bounds", self.target_bounds)
+        if low.shape or high.shape or not (np.isfinite([low, high]).all() and low < high):
+            raise ValueError(f"target_bounds={self.target_bounds!r} must be two finite numbers, low < high")
+        return float(low + high) / 2, float(high - low) / 4
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True
+        return tags
+
+
+def _pair(name: str, given: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    try:
+        low, high = given
+        return np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={given!r} must be (low, high)") from None

@@ -1,0 +1,58 @@
+"""Models and default settings for tables, shared by `dpoptim train` and the scikit-learn estimators.
+
+benchmarks/tables.py measures the defaults. A clip norm above most gradient norms matters most: with a small one, every
+row pushes equally hard however well it is predicted, so probabilities become too extreme and the loss rises again.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from dpoptim.integrations.named_settings import steps_of
+
+WIDTH = 32
+CLIP_NORMS = {"mlp": 3.0, "linear": 1.0}
+LEARNING_RATES = {"mlp": 0.02, "linear": 0.1}
+EPOCHS = 20.0
+SGD_LEARNING_RATE = 0.1  # of dp_sgd, whose steps are as long as the gradient
+WARMUP = 0.05
+MOST_BATCH = 2048  # larger batches have less noise per example, but a step costs more
+
+
+class MLP(nn.Sequential):
+    """One hidden layer with ReLU, then the outputs; takes [examples, columns]."""
+
+    def __init__(self, *, columns: int, outputs: int, width: int = WIDTH) -> None:
+        super().__init__(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, outputs))
+
+
+def table_model(name: str, *, columns: int, outputs: int, width: int | None = None) -> nn.Module:
+    """The built-in model "mlp" or "linear", with new weights."""
+    if name == "linear":
+        return nn.Linear(columns, outputs)
+    return MLP(columns=columns, outputs=outputs, width=width or WIDTH)
+
+
+def batch_size_for(num_examples: int) -> int:
+    """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, and an epoch should have eight."""
+    return min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
+
+
+def steps_for(num_examples: int, batch_size: int, *, epochs: float = EPOCHS) -> int:
+    """The steps of so many epochs."""
+    return steps_of(epochs, num_examples, batch_size)
+
+
+def schedule_factor(step: int, *, steps: int, warmup: float, schedule: str) -> float:
+    """The learning rate of step `step` (from 0), relative to the largest, a pure function of the step.
+
+    min(1, (step + 1)/warm) · decay,  decay = 1, 1 − x or (1 + cos πx)/2,  x = (step − warm)/(steps − warm)
+    """
+    warm = int(warmup * steps)
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    return decay[schedule]
