@@ -7,7 +7,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dpoptim.noise import NoiseKey, normals
+import torch
+
+from dpoptim.noise import NoiseKey, NormalSource
 from dpoptim.privacy import ColumnCounts
 
 Value = TypeVar("Value", str, int)
@@ -43,7 +45,8 @@ class NoisyCounter:
         if column in seen or len(seen) == self.counts.columns or not 0 <= release < self.counts.releases:
             raise ValueError(f"Column {column!r} in release {release} is not covered by {self.counts}.")
         seen.add(column)
-        noise = normals(self.key, stream="counts", name=column, step=release, count=len(exact)).tolist()
+        source = NormalSource.of_tensor(self.key, column, numel=len(exact), stream="counts")
+        noise = source.normals(release, dtype=torch.float64).tolist()
         # Sorted, so that the order of the records decides nothing.
         pairs = zip(sorted(exact.items()), noise, strict=True)
         return {value: count + self.counts.stddev * one for (value, count), one in pairs}
