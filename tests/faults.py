@@ -224,6 +224,48 @@ batch-norm-allowed: Batch norm in training mode is not refused.
     - if module.training or (module.running_mean
     + if False or (module.running_mean
 
+# users
+
+records-clipped-one-by-one: The records of a user are clipped one by one, so three of them move the sum three times.
+    in clipping/clipped_sums.py, found by clipping/test_users.py -k "all_records and linear"
+    - if self.by_user:
+    + if self.by_user and False:
+
+rows-of-others: A user's gradient has a row of the next user.
+    in kernels/user_rows.py, found by clipping/test_users.py -k "one_user_at_a_time and linear"
+    - self._first = self.counts.cumsum(0) - self.counts
+    + self._first = self.counts.cumsum(0) - 1
+
+positions-of-others: The positions of a user's rows run over into the next user.
+    in kernels/user_rows.py, found by clipping/test_users.py -k "one_user_at_a_time and embedding"
+    - places = torch.arange(self._most, device="cpu") < self.counts[:, None]
+    + places = torch.arange(slots, device="cpu") < self.rows
+
+sums-for-means: A user's gradient is the sum of the records' gradients, but is documented as their mean.
+    in clipping/clipped_sums.py, found by clipping/test_users.py -k "one_user_at_a_time and linear"
+    - return 1 / users.counts.to(
+    + return 1 / torch.ones_like(users.counts).to(
+
+rows-unchecked: A batch with other rows than the loader drew is attributed to its users all the same.
+    in clipping/clipped_sums.py, found by clipping/test_users.py -k did_not_draw
+    - if counts is None or sum(counts) != batch.examples:
+    + if counts is None:
+
+user-split: A user with more records than a part holds is split, and each half is clipped by itself.
+    in data/loader.py, found by data/test_users.py -k plan_draws
+    - [users.drawn(self._draws, step, user, most=most) for user in drawn.tolist()],
+    + [own for user in drawn.tolist() for own in np.split(users.drawn(self._draws, step, user, most=most), [1])],
+
+records-unlimited: A user adds all records to a step, whatever the plan says.
+    in data/users.py, found by data/test_users.py -k plan_draws
+    - if len(own) <= most:
+    + if len(own) <= most or True:
+
+order-unchecked: A collator that sorts gives a user the rows of others.
+    in data/users.py, found by data/test_users.py -k moves_records
+    - if moves and not keeps:
+    + if False:
+
 # optimizers
 
 bias-added: Bias correction adds the noise's share to the second moment instead of subtracting it.

@@ -16,8 +16,9 @@ from dpoptim.clipping.captured import Captured
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.kernels import choose
 from dpoptim.kernels.norms import gram_on_gpu, gram_squares, row_weighted_sum
-from tests.clipping.models import CASES, case
+from tests.clipping.models import CASES, Case, case
 from tests.clipping.one_at_a_time import random_scale
+from tests.clipping.test_users import clipped_by_user
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,28 @@ def test_clipped_sums_equal_those_on_the_cpu(name, scaled):
     torch.testing.assert_close(found.cpu(), norms, rtol=rounding, atol=rounding / 100)
     for n, total in expected.items():
         torch.testing.assert_close(sums[n].cpu(), total, rtol=10 * rounding, atol=rounding / 10)
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 2), (5,), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["tied", "cnn", "conv2d patches", "embedding", "lstm", "BertForMaskedLM", "GPT2LMHeadModel"]
+)
+def test_sums_by_user_equal_those_on_the_cpu(name, dtype, counts):
+    """And their bits are the same every time."""
+    made = case(name, dtype)
+    expected, norms, _ = clipped_by_user(made, counts, 0.8)
+    on_gpu = Case(made.model.cuda(), made.loss_fn, pytree.tree_map(lambda t: t.cuda(), made.batch))
+    found = []
+    for _ in range(2):
+        with torch.device("cuda"):
+            found.append(clipped_by_user(on_gpu, counts, 0.8))
+    rounding = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(found[0][1].cpu().double(), norms.double(), rtol=rounding, atol=rounding / 100)
+    for n, total in expected.items():
+        error = (found[0][0][n].cpu().double() - total.double()).norm()
+        assert error <= 10 * rounding * max(float(total.double().norm()), 1e-3), n
+        assert torch.equal(found[0][0][n], found[1][0][n]), n
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

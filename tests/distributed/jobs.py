@@ -184,6 +184,18 @@ def small_shares() -> dict[str, Any]:
     return {**found, "means": weights(model)}
 
 
+def users() -> dict[str, Tensor]:
+    """The weights after training by user, with parts of at most five records; the first user has far more."""
+    found, ids = {}, [0] * 12 + [number % 20 for number in range(48)]
+    for sampling in (dpoptim.Shuffled(), dpoptim.Poisson()):
+        settings: dict[str, Any] = {"num_examples": 20, "batch_size": 5, "unit": "user", "records_per_user": 7}
+        plan = plan_of(sampling=sampling, **settings)
+        model, optimizer, loader = started(plan, users=ids, micro_batch_size=5)
+        train(model, optimizer, loader, STEPS)
+        found[repr(sampling)] = weights(model)
+    return found
+
+
 def evaluated() -> dict[str, Tensor]:
     """The weights after steps with an evaluation between backward and step, which leaves parameters of FSDP whole."""
     model, optimizer, loader = started(plan_of(steps=4))

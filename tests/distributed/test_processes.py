@@ -12,14 +12,14 @@ from tests.distributed.launch import run_jobs
 @pytest.fixture(scope="module")
 def alone(case):
     """What one process finds, by job."""
-    return run_jobs(1, f"variants:{case[1]}", "noise_alone", "small_shares")[0]
+    return run_jobs(1, f"variants:{case[1]}", "noise_alone", "small_shares", "users")[0]
 
 
 @pytest.fixture(scope="module")
 def results(case):
     """What each process finds, by job."""
     count, which = case
-    others = ["small_shares", "noise_faults", "one_record", "defaults", "disagree", "ledger", "public"]
+    others = ["small_shares", "users", "noise_faults", "one_record", "defaults", "disagree", "ledger", "public"]
     others += ["wrapped", "ledger_everywhere"]
     return run_jobs(count, f"variants:{which}", "noise_alone", *others)
 
@@ -68,6 +68,12 @@ def test_empty_shares_and_uneven_micro_batches_take_part(results, alone):
     for found in results:
         for name, expected in alone["small_shares"].items():
             torch.testing.assert_close(found["small_shares"][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_users_are_shared_out_whole(results, alone):
+    for found in results:
+        for name, expected in alone["users"].items():
+            torch.testing.assert_close(found["users"][name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_processes_share_what_is_not_given(results):

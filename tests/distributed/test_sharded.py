@@ -12,14 +12,14 @@ from tests.distributed.launch import ROOT, run_jobs, torchrun
 @pytest.fixture(scope="module")
 def alone(case):
     """What one process finds with a whole model, by job."""
-    return run_jobs(1, f"variants:{case[1]}", "noise_alone", "small_shares", "evaluated", "tied", "memory")[0]
+    return run_jobs(1, f"variants:{case[1]}", "noise_alone", "small_shares", "users", "evaluated", "tied", "memory")[0]
 
 
 @pytest.fixture(scope="module")
 def results(case):
     """What each process finds, by job."""
     count, which = case
-    same = "noise_alone", "small_shares", "evaluated", "one_record", "ledger", "tied"
+    same = "noise_alone", "small_shares", "users", "evaluated", "one_record", "ledger", "tied"
     return run_jobs(count, f"variants:{which}", *same, "memory", "sent", "mixing", "refused", sharded=True)
 
 
@@ -34,7 +34,7 @@ def test_the_noise_has_the_same_bits(results, alone):
             assert torch.equal(found["noise_alone"][noise], alone["noise_alone"][noise]), noise
 
 
-@pytest.mark.parametrize("job", ["variants", "small_shares", "evaluated", "tied"])
+@pytest.mark.parametrize("job", ["variants", "small_shares", "users", "evaluated", "tied"])
 def test_weights_are_those_of_one_process(results, alone, job):
     for name, expected in alone[job].items():
         assert all(torch.equal(found[job][name], results[0][job][name]) for found in results), name

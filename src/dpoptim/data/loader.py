@@ -283,9 +283,10 @@ def private_loader(
             `fingerprint_records(dataset, key).digest`. By default, only data in memory is fingerprinted.
         check_schema: Pass False for a `collate_fn` that treats each example separately.
 
-    Guarantee: under `ZERO_OUT` and `REPLACE` the dataset has exactly `plan.num_examples` examples; under `ADD_REMOVE`
-    that number is a declared constant, and examples are drawn at the plan's rate. How a step is cut into parts changes
-    no sum, provided that an example's loss does not depend on its padding.
+    Guarantee: under `ZERO_OUT` and `REPLACE` the dataset has exactly `plan.num_examples` examples, or users; under
+    `ADD_REMOVE` that number is a declared constant, and they are drawn at the plan's rate. How a step is cut into parts
+    changes no sum, provided that an example's loss does not depend on its padding. A user's rows are next to each
+    other, in one part; the loop must keep the rows in order.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
     >>> loader = private_loader(list(range(6)), plan)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpoptim.data.lengths import Integers, rounded_up
-from dpoptim.data.secret_randomness import save_rng_states, seed_generators
+from dpoptim.data.secret_randomness import save_rng_states
 from dpoptim.noise import NoiseKey, uniform_words
 
 
@@ -118,14 +118,14 @@ class OrderedCollate:
     def __call__(self, records: list[Any]) -> Any:
         if self._is_checked or not isinstance(records, list) or len(records) < 2:
             return self._collate(records)
-        put_back = save_rng_states()
-        seed_generators(0)
+        backwards = copy.deepcopy(records[::-1])
+        batch = self._collate(records)
+        put_back = save_rng_states()  # both runs make different draws, but the loop's draws stay the same
         try:
-            backwards = _rows(self._collate(copy.deepcopy(records[::-1])), len(records))
+            others = _rows(self._collate(backwards), len(records))
         finally:
             put_back()
-        batch = self._collate(records)
-        pairs = list(zip(_rows(batch, len(records)), backwards, strict=False))
+        pairs = list(zip(_rows(batch, len(records)), others, strict=False))
         keeps = any(rows == other[::-1] and len(set(rows)) > 1 for rows, other in pairs)
         moves = any(rows != other[::-1] and sorted(rows) == sorted(other) for rows, other in pairs)
         if moves and not keeps:

@@ -144,8 +144,8 @@ def _participation(plan: PrivacyPlan) -> str:
 def _released(plan: PrivacyPlan) -> str:
     text = f"{plan.release.describe()}, each clipped to norm {plan.clip_norm:g}"
     if plan.unit == "user":
-        most = plan.records_per_user
-        text += f" (a user's gradient is the mean over the user's records, at most {most}, drawn anew in each step)"
+        text += " (a user's gradient is the mean over the user's records in the step, at most "
+        text += f"{plan.records_per_user}, drawn at random)"
     if isinstance(plan.release, IndependentMoments) and plan.release.squares == "of_average":
         text += f"; the averaged gradient is projected onto norm {plan.clip_norm:g} before it is squared"
     return f"{text}; averages are over the expected batch size"
