@@ -90,7 +90,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"model must be an nn.Module, got {type(model).__name__}. Pass the model, not model.parameters()."
             )
         check_plan(plan)
-        if not isinstance(lr, Real | Tensor) or not lr >= 0:
+        given: Any = lr
+        if not isinstance(given, (Real, Tensor)) or not float(given) >= 0:
             raise ValueError(f"lr={lr!r} must be a number of 0 or more")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(
