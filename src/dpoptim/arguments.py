@@ -15,7 +15,7 @@ def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> in
     ValueError: Expected steps to be a whole number >= 1, got 0.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(f"Expected {name} to be a whole number >= {low}, got {value!r}. {hint}".rstrip())
+        raise ValueError(f"Expected {name} to be a whole number >= {low}, got {_shown(value)}. {hint}".rstrip())
     return int(value)
 
 
@@ -49,7 +49,17 @@ def check_number(
     )
     if not fits:
         wanted = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None) or "to be finite"
-        raise ValueError(f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {value!r}. {hint}".rstrip())
+        raise ValueError(
+            f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {_shown(value)}. {hint}".rstrip()
+        )
+
+
+def _shown(value: object) -> str:
+    """The value in one line: text is marked as such, and long values are named by their type."""
+    text = repr(value)
+    if len(text) > 100 or "\n" in text:
+        return f"a {type(value).__name__}"
+    return f"{text}, which is text" if isinstance(value, str) else text
 
 
 def check_clip_norm(value: object) -> None:

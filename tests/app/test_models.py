@@ -235,6 +235,8 @@ def test_unknown_hub_name_is_refused(monkeypatch):
             load("nobody/no-such-model")
         assert "does not exist" not in str(error.value), "the hub was not reached"
         line(error)
+    with pytest.raises(ValueError, match=r"model='mpl' .* did you mean mlp\?$"):
+        task_of_model("mpl")
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft"])

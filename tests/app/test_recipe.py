@@ -85,6 +85,9 @@ def test_bad_recipe_files_are_refused(tmp_path):
         read_recipe(broken)
     with pytest.raises(ValueError, match="cannot be read"):
         read_recipe(tmp_path)
+    broken.write_text('model = "mlp"\ndata = "d.csv"\nepsilon = "8"')
+    with pytest.raises(ValueError, match="Expected epsilon > 0, got '8', which is text"):
+        read_recipe(broken)
     broken.write_text("epsilon = 1.0")
     with pytest.raises(ValueError, match="model is missing"):
         read_recipe(broken)

@@ -211,6 +211,15 @@ def test_invalid_labels_are_refused_if_they_were_requested(tmp_path):
     path = write(tmp_path, "jsonl", {"text": TEXTS, "label": [0.5, 1, 1, 0, 0]})
     with pytest.raises(ValueError, match="has 1 values that are neither class names nor whole numbers"):
         read_records(path, label_column="label")
+    path = write(tmp_path, "csv", {"text": TEXTS, "label": ["0.5", "nan", "1", "1.0", "a"]})
+    with pytest.raises(ValueError, match="has 2 values that are neither class names nor whole numbers"):
+        read_records(path, label_column="label")
+    read_records(path, label_column="label", label_names=["0.5", "nan", "1", "1.0", "a"])
+    path = write(tmp_path, "csv", {"x": list(range(40)), "label": [f"patient {number}" for number in range(40)]})
+    with pytest.raises(ValueError, match="has 40 different labels in 40 records; use a different column") as error:
+        read_records(path, label_column="label")
+    assert "patient" not in str(error.value)
+    read_records(path, label_names=[f"patient {number}" for number in range(40)])
     path = write(tmp_path, "jsonl", {"text": TEXTS, "label": [[1], [2], [1], [0], [0]]})
     with pytest.raises(ValueError, match="has 5 values that are neither class names nor whole numbers"):
         read_records(path, label_column="label")
@@ -243,6 +252,9 @@ def test_bad_tables_are_refused(tmp_path):
     with pytest.raises(ValueError, match="column 'age' is not declared") as refused:
         read_records(path, kind=RecordKind.TABULAR)
     assert 'age = {low = 0, high = 120} for numbers or age = ["a", "b"] for categories' in first_line(refused)
+    (tmp_path / "data.csv").write_text("age;label\n30;a\n31;b\n")
+    with pytest.raises(ValueError, match="separates its fields by ';'; separate them by ','"):
+        read_records(tmp_path / "data.csv")
     path = write(tmp_path, "csv", {"age": [1, 2], "dose": [1, 2]})
     with pytest.raises(ValueError, match=r"has no column 'label'; set label_column .* to one of age, dose"):
         read_records(path)

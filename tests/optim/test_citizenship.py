@@ -328,6 +328,7 @@ def test_closure():
     ("make", "words"),
     [
         (lambda m: dpoptim.post_processing(m, plan(), -1.0), "lr=-1.0"),
+        (lambda m: dpoptim.post_processing(m, plan(), cast(Any, "0.1")), "lr='0.1' must be a number"),
         (lambda m: dpoptim.post_processing(m.parameters(), plan()), r"not model.parameters\(\)"),
         (
             lambda m: dpoptim.scale_then_privatize(cast(Any, plan()), cast(Any, m)),

@@ -22,6 +22,12 @@ def test_independent_noise_grows_with_the_root_of_the_steps():
     assert found.noise_to_signal == pytest.approx(2.0 * 30 / 10 / math.sqrt(40))
 
 
+def test_a_model_instead_of_a_number_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="whole number >= 1, got a Sequential") as error:
+        plan().outlook(parameters=nn.Sequential(nn.Linear(2, 2)))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "noise",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"model must be an nn.Module, got {type(model).__name__}. Pass the model, not model.parameters()."
             )
         check_plan(plan)
-        if not lr >= 0:
-            raise ValueError(f"lr={lr} must be 0 or more")
+        given: Any = lr
+        if not isinstance(given, (Real, Tensor)) or not float(given) >= 0:
+            raise ValueError(f"lr={lr!r} must be a number of 0 or more")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' "

@@ -119,7 +119,9 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
         (["--run-dir", "rows.csv"], "rows.csv"),
         (["--resume", "somewhere"], "--resume uses the run's own recipe and takes no --model"),
         (["--quick"], "--quick"),
-        (["--model", "./absent"], "does not exist"),
+        (["--model", "./absent"], "does not exist: it is not a folder here\n"),
+        (["--report-to", "none", "wandb"], "has none and others"),
+        (["--adjacency", "add-remove", "--num-examples", "114"], "Set sampling to poisson"),
     ],
 )
 def test_mistakes_print_one_line_and_exit_with_status_2(tmp_path, base, capsys, arguments, words):
@@ -158,9 +160,10 @@ def test_missing_settings_are_named(base, capsys):
         (["--data", "rows.csv", "--epsilon", "1"], "model is missing; add --model"),
         (["--model", "mlp", "--data", "rows.csv"], "epsilon is missing"),
         ([".", "--epsilon", "1"], "Is a directory"),
-        (["rows.csv", "--epsilon", "1"], "rows.csv"),
+        (["rows.csv", "--epsilon", "1"], "to train on a data file, use --data"),
         (["recipe.toml"], "does not exist"),
         (["--resume", "."], "not a run directory"),
+        (["--resume", "absent"], "run directory absent does not exist"),
         (["--dry-run"], "--dry-run needs a recipe"),
     ):
         assert main(["train", *arguments]) == 2

@@ -192,13 +192,19 @@ def _read_csv(path: Path) -> Columns:
         raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
     repeated = next((name for name in header if header.count(name) > 1), None)
     if repeated is not None:
-        raise ValueError(f"data {str(path)!r} has the column {repeated!r} more than once; rename one")
+        raise ValueError(
+            f"data {str(path)!r} has the column {repeated!r} more than once; rename one, or start the file with names"
+        )
     for index, row in enumerate(rows):
         if len(row) != len(header):
             raise ValueError(
                 f"data {str(path)!r}, {record_number(index)} has {len(row)} fields and the header has {len(header)}; "
                 "quote fields that contain the separator"
             )
+    for mark in (";", "\t", "|", ","):
+        counts = {line[0].count(mark) for line in (header, *rows) if len(line) == 1}
+        if len(header) == 1 and len(counts) == 1 and counts != {0}:
+            raise ValueError(f"data {str(path)!r} separates its fields by {mark!r}; separate them by {delimiter!r}")
     return {name: [row[place] for row in rows] for place, name in enumerate(header)}
 
 

@@ -31,6 +31,7 @@ class RecordKind(enum.Enum):
     TABULAR = "tabular"
 
 
+_MANY_LABELS = 20  # more, in fewer than two records each, are not classes
 _FIELDS = {RecordKind.TEXT: "texts", RecordKind.IMAGE: "images", RecordKind.TABULAR: "features"}
 
 
@@ -324,17 +325,26 @@ def _is_number(value: Any) -> bool:
     return True
 
 
+def _is_label(value: Any, *, declared: bool) -> bool:
+    """Whether a value is a class: a whole number, or a name; names that are numbers such as 0.5 must be declared."""
+    if isinstance(value, str):
+        return declared or not _is_number(value) or float(value).is_integer()
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+
+
 def _label_places(
     values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
     wrong = [index for index, value in enumerate(values) if value is None or value == ""]
     refuse(wrong, locate, what, "records without a label", "every record needs one")
-    whole = [isinstance(value, str | int) or (isinstance(value, float) and value.is_integer()) for value in values]
-    wrong = [index for index, fits in enumerate(whole) if not fits]
-    refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "use a different column")
+    wrong = [index for index, value in enumerate(values) if not _is_label(value, declared=declared is not None)]
+    advice = "use a different column, or declare label_names in a recipe"
+    refuse(wrong, locate, what, "values that are neither class names nor whole numbers", advice)
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
+        if len(set(found)) > max(_MANY_LABELS, len(found) / 2):  # their names would be published
+            raise ValueError(f"{what} has {len(set(found))} different labels in {len(found)} records; {advice}")
         is_number = {name: name.removeprefix("-").isdecimal() for name in found}
         names = tuple(sorted(is_number, key=lambda name: (0, int(name), "") if is_number[name] else (1, 0, name)))
     else:

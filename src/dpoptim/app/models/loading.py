@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -236,9 +237,14 @@ def _loading(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = "cannot be loaded"
+        problem = f"cannot be loaded ({first_line(error)})"
         if not Path(name).is_dir():
-            is_hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)  # which may exist even if the hub was not reached
-            missing = "cannot be loaded: it" if is_hub_name else "does not exist: it"
-            problem = f"{missing} is not a folder here, and the Hugging Face hub did not provide it"
-        raise ValueError(f"{what}={name!r} {problem} ({first_line(error)})") from error
+            # A name on the hub may exist even if the hub was not reached.
+            is_hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+            near = get_close_matches(name, _BUILT_IN, 1)
+            problem = f"{'cannot be loaded' if is_hub_name else 'does not exist'}: it is not a folder here"
+            if near:
+                problem += f"; did you mean {near[0]}?"
+            elif is_hub_name:
+                problem += f", and the Hugging Face hub did not provide it ({first_line(error)})"
+        raise ValueError(f"{what}={name!r} {problem}") from error

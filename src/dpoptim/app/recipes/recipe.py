@@ -328,7 +328,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"recipe {str(path)!r} does not exist or cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}") from None
+        hint = "" if str(path).endswith(".toml") else "; to train on a data file, use --data"
+        raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}{hint}") from None
 
 
 def whole_path(name: str) -> str:
