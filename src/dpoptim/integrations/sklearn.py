@@ -169,7 +169,7 @@ class DPClassifier(_base.ClassifierMixin, _DPEstimator):
         width: The hidden units of "mlp".
         epochs: The passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
-        learning_rate: The largest learning rate. Defaults to 0.02 for "mlp" and 0.1 for "linear".
+        learning_rate: The largest learning rate. Defaults to 0.03 for "mlp" and 0.1 for "linear".
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
         sampling: How batches are drawn, as in `dpoptim train`.
