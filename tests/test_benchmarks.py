@@ -43,7 +43,19 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    ["abstracts", "growth", "noise", "picture", "processes", "small", "steps", "strategies", "trainer", "versions"],
+    [
+        "abstracts",
+        "growth",
+        "noise",
+        "picture",
+        "processes",
+        "small",
+        "steps",
+        "strategies",
+        "tables",
+        "trainer",
+        "versions",
+    ],
 )
 def test_scripts_start_outside_the_tests(script, tmp_path):
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
@@ -174,3 +186,28 @@ def test_processes_are_timed_and_their_bytes_counted(tmp_path):
         assert re.search(rf"^\| 2 \| {re.escape(noise)} \|.+\| (all|slices|unclear) \|$", text, re.M)
     subprocess.run([*script, "--from", str(record), "--write", str(again)], check=True)
     assert again.read_text() == text
+
+
+@pytest.mark.slow
+def test_tables_are_trained_with_the_defaults(monkeypatch, tmp_path):
+    """Without diffprivlib and the flights, which `make` does not install."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables: Any = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "PACKAGES", {})
+    monkeypatch.setattr(tables, "with_diffprivlib", lambda table, epsilon, seed: {"loss": 1.0, "score": 0.5})
+    record, table = tmp_path / "tables.json", tmp_path / "tables.md"
+    options = ["--tasks", "breast cancer", "--seeds", "1", "--epsilons", "8", "--json", record, "--write", table]
+    monkeypatch.setattr(sys, "argv", ["tables.py", *map(str, options)])
+    tables.main()
+    found = json.loads(record.read_text())["tasks"]["breast cancer"]
+    assert (found["rows"], found["held_out"], found["columns"]) == (427, 142, 30)
+    for model in ("mlp", "linear"):
+        (run,) = found["private"][model]["8"]
+        assert run["score"] > 0.85
+        assert run["loss"] < 1.5 * run["best"], "a run does not train too long"
+    assert found["without privacy"]["linear"]["score"] > 0.95
+    assert "| breast cancer | dpoptim, linear |" in table.read_text()
+    again = tmp_path / "again.md"
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--from", str(record), "--write", str(again)])
+    tables.main()
+    assert again.read_text() == table.read_text()

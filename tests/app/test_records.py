@@ -238,11 +238,12 @@ def test_declared_columns_become_features(kind, tmp_path):
     assert records.kind is RecordKind.TABULAR
     assert records.feature_names == ("age", "age (missing)", "dose", "dose (missing)")
     expected = np.array([[-0.8, 0, -0.25, 0], [0, 0, -1, 0], [0.8, 0, 10, 0]], np.float32)
-    np.testing.assert_allclose(records.features, expected, rtol=1e-6)
+    assert records.features is not None
+    np.testing.assert_allclose(np.asarray(records.features), expected, rtol=1e-6)
     assert records.labels is not None
     assert records.labels.tolist() == [0, 1, 0]
     taken = records.take([2, 0])
-    np.testing.assert_array_equal(taken.features, records.features[[2, 0]])
+    np.testing.assert_array_equal(np.asarray(taken.features), records.features[[2, 0]])
 
 
 def test_bad_tables_are_refused(tmp_path):

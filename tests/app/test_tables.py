@@ -95,7 +95,7 @@ def test_bad_declarations_are_refused(declared, named):
 
 
 def test_missing_and_unknown_values_have_their_own_slots():
-    columns = {
+    columns: dict[str, list[Any]] = {
         "age": ["25", "", None, "1000", "-5"],
         "ward": ["a", "b", "zzz", "NA", None],
         "dose": [10.0, 15, float("nan"), "5", "1e300"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_calibrated_counts_keep_to_their_budget(adjacency):
 
 
 def plan(**changes) -> PrivacyPlan:
-    values = {"num_examples": 1000, "batch_size": 100, "steps": 30, **changes}
+    values: dict[str, Any] = {"num_examples": 1000, "batch_size": 100, "steps": 30, **changes}
     return PrivacyPlan(**values)
 
 
@@ -79,6 +80,8 @@ def test_calibration_includes_the_counts(sampling):
     found = plan(counts=COUNTS, **sampled).calibrate(epsilon=2.0, delta=1e-5)
     assert 1.9998 < found.epsilon() <= 2.0
     without = plan(**sampled).calibrate(epsilon=2.0, delta=1e-5)
+    assert found.noise_multiplier is not None
+    assert without.noise_multiplier is not None
     assert found.noise_multiplier > without.noise_multiplier
     with pytest.raises(ValueError, match="The counts alone have epsilon"):
         plan(counts=COUNTS, **sampled).calibrate(epsilon=0.2, delta=1e-5)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dpoptim.app.models.prepared import Prepared, prepare
     from dpoptim.app.recipes.recipe import Recipe, read_recipe
     from dpoptim.app.runs.metrics import Scores, evaluate
+    from dpoptim.app.runs.predict import Predictions, predict
     from dpoptim.app.runs.run import load_trained, resume, train
     from dpoptim.app.runs.run_directory import RunDirectory
     from dpoptim.app.runs.run_log import read_log
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Predictions",
     "Prepared",
     "Recipe",
     "RecordKind",
@@ -31,6 +33,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "load_trained",
+    "predict",
     "prepare",
     "prepare_run",
     "read_log",
@@ -46,6 +49,7 @@ _MODULES = {
     "models.prepared": ("Prepared", "prepare"),
     "recipes.recipe": ("Recipe", "read_recipe"),
     "runs.metrics": ("Scores", "evaluate"),
+    "runs.predict": ("Predictions", "predict"),
     "runs.run": ("load_trained", "resume", "train"),
     "runs.run_directory": ("RunDirectory",),
     "runs.run_log": ("read_log",),

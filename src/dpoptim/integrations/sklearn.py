@@ -28,9 +28,12 @@ from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
-_base = require("sklearn.base", "dpoptim.integrations.sklearn")
-_validation = require("sklearn.utils.validation", "dpoptim.integrations.sklearn")
-_multiclass = require("sklearn.utils.multiclass", "dpoptim.integrations.sklearn")
+_base: Any = require("sklearn.base", "dpoptim.integrations.sklearn")
+_validation: Any = require("sklearn.utils.validation", "dpoptim.integrations.sklearn")
+_multiclass: Any = require("sklearn.utils.multiclass", "dpoptim.integrations.sklearn")
+_Estimator: Any = _base.BaseEstimator
+_Classifier: Any = _base.ClassifierMixin
+_Regressor: Any = _base.RegressorMixin
 
 __all__ = ["DPClassifier", "DPRegressor"]
 
@@ -38,7 +41,7 @@ _FEWEST = 8  # fewer examples do not fill the eight batches of an epoch
 _ROWS_AT_ONCE = 1024
 
 
-class _DPEstimator(_base.BaseEstimator):
+class _DPEstimator(_Estimator):
     """What both estimators share. Each `fit` is a run of its own: ε adds up over fits on the same data."""
 
     def __init__(
@@ -135,9 +138,10 @@ class _DPEstimator(_base.BaseEstimator):
         dataset: Any = StackDataset(features, targets)  # type: ignore[arg-type]
         loader = private_loader(dataset, plan, key=key, micro_batch_size=_ROWS_AT_ONCE)
         for rows, labels in loader:
-            factor = {"steps": plan.steps, "warmup": tables.WARMUP, "schedule": "linear"}
+            step = optimizer.mechanism.step
+            factor = tables.schedule_factor(step, steps=plan.steps, warmup=tables.WARMUP, schedule="linear")
             for group in optimizer.param_groups:
-                group["lr"] = rate * tables.schedule_factor(optimizer.mechanism.step, **factor)
+                group["lr"] = rate * factor
             losses(model(rows), labels).sum().backward()
             if loader.step_ends:
                 optimizer.step()
@@ -157,7 +161,7 @@ class _DPEstimator(_base.BaseEstimator):
         return _validation.validate_data(self, X, y, **named)
 
 
-class DPClassifier(_base.ClassifierMixin, _DPEstimator):
+class DPClassifier(_Classifier, _DPEstimator):
     """A private classifier with the conventions of scikit-learn.
 
     Args:
@@ -169,7 +173,7 @@ class DPClassifier(_base.ClassifierMixin, _DPEstimator):
         width: The hidden units of "mlp".
         epochs: The passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
-        learning_rate: The largest learning rate. Defaults to 0.02 for "mlp" and 0.1 for "linear".
+        learning_rate: The largest learning rate. Defaults to 0.03 for "mlp" and 0.1 for "linear".
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
         sampling: How batches are drawn, as in `dpoptim train`.
@@ -193,16 +197,16 @@ class DPClassifier(_base.ClassifierMixin, _DPEstimator):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Train on the examples; the earlier fit is forgotten, but its ε is spent."""
-        X, y = self._checked(X, y)
-        _multiclass.check_classification_targets(y)
-        self.classes_, places = np.unique(y, return_inverse=True)
+        rows, labels = self._checked(X, y)
+        _multiclass.check_classification_targets(labels)
+        self.classes_, places = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
 
         def losses(outputs: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy(outputs, labels, reduction="none")
 
-        self._train(X, torch.from_numpy(places.astype(np.int64)), len(self.classes_), losses)
+        self._train(rows, torch.from_numpy(places.astype(np.int64)), len(self.classes_), losses)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
@@ -221,7 +225,7 @@ class DPClassifier(_base.ClassifierMixin, _DPEstimator):
         return tags
 
 
-class DPRegressor(_base.RegressorMixin, _DPEstimator):
+class DPRegressor(_Regressor, _DPEstimator):
     """A private regressor with the conventions of scikit-learn.
 
     The arguments are those of `DPClassifier`, and one more:
@@ -264,14 +268,14 @@ class DPRegressor(_base.RegressorMixin, _DPEstimator):
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Train on the examples; the earlier fit is forgotten, but its ε is spent."""
-        X, y = self._checked(X, y, y_numeric=True)
+        rows, numbers = self._checked(X, y, y_numeric=True)
         center, scale = self._target_scale()
-        scaled = np.clip((np.asarray(y, dtype=np.float64) - center) / scale, -2.0, 2.0).astype(np.float32)
+        scaled = np.clip((np.asarray(numbers, dtype=np.float64) - center) / scale, -2.0, 2.0).astype(np.float32)
 
         def losses(outputs: Tensor, labels: Tensor) -> Tensor:
             return (outputs[:, 0] - labels).square()
 
-        self._train(X, torch.from_numpy(scaled), 1, losses)
+        self._train(rows, torch.from_numpy(scaled), 1, losses)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from dpoptim.integrations.named_settings import steps_of
 
 WIDTH = 32
 CLIP_NORMS = {"mlp": 3.0, "linear": 1.0}
-LEARNING_RATES = {"mlp": 0.02, "linear": 0.1}
+LEARNING_RATES = {"mlp": 0.03, "linear": 0.1}
 EPOCHS = 20.0
 SGD_LEARNING_RATE = 0.1  # of dp_sgd, whose steps are as long as the gradient
 WARMUP = 0.05

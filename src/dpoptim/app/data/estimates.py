@@ -34,8 +34,8 @@ def counts_for(declared: Mapping[str, Any], *, epsilon: float, delta: float, adj
     """The noise at which the estimates alone cost ε, and a tenth of δ."""
     releases = 2 if ESTIMATE_RANGE in declared.values() else 1
     columns = len(open_columns(declared))
-    budget = {"epsilon": epsilon, "delta": delta / 10, "adjacency": adjacency}
-    return ColumnCounts.calibrate(**budget, columns=columns, releases=releases)
+    size = {"columns": columns, "releases": releases}
+    return ColumnCounts.calibrate(epsilon=epsilon, delta=delta / 10, adjacency=adjacency, **size)
 
 
 def without_looking(declared: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Recipe:
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 5e-4; 1e-3 for LoRA or new weights; 0.02 for mlp; 0.1 for linear; 1e-2 for small-cnn; 1 for dp_sgd "
+        "default: 5e-4; 1e-3 for LoRA or new weights; 0.03 for mlp; 0.1 for linear; 1e-2 for small-cnn; 1 for dp_sgd "
         "(0.1 on tables)")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")

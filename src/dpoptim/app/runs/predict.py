@@ -58,7 +58,7 @@ def predict(directory: str | Path, data: str | Path) -> Predictions:
     if not task.is_tabular:
         raise ValueError(f"{place.path} is a run of {recipe.task}, and predict reads tables; use load_trained instead")
     columns, locate = read_columns(data, kind=RecordKind.TABULAR)
-    declared, label = dict(recipe.columns or {}), label_of(recipe)
+    declared, label = dict(recipe.columns or {}), str(label_of(recipe))
     dropped = recipe.drop or ()
     wanted = [name for name in declared if name != label and name not in dropped]
     missing = [name for name in wanted if name not in columns]
@@ -71,7 +71,7 @@ def predict(directory: str | Path, data: str | Path) -> Predictions:
     with torch.no_grad():
         outputs = torch.cat([model(part) for part in torch.from_numpy(features).split(_ROWS_AT_ONCE)]).float()
     if task is Task.TABULAR_REGRESSION:
-        scale = column_of(str(label), declared[label])
+        scale = column_of(label, declared[label])
         assert isinstance(scale, Number)  # training has checked it
         return Predictions(values=unscaled(scale, outputs[:, 0].numpy()).tolist())
     names = recipe.label_names or ()

@@ -101,7 +101,8 @@ def prepare_run(
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = task_of(recipe)
-    counts, notes = None, []
+    counts: ColumnCounts | None = None
+    notes: list[str] = []
     if plan is None:
         recipe, counts, notes = _with_estimates(recipe, task, looks=looks, stage=stage)
     training, held_out = records_of(recipe, task)
@@ -155,9 +156,8 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     def read(source: str, label_names: Sequence[str] | None, *, training: bool) -> Records:
         names = label_names if task.is_classification else None
         columns = recipe.part("text_column", "label_column", "user_column", "split")
-        table = {"declared": recipe.columns, "drop": recipe.drop or ()}
-        chosen = {"kind": record_kind(task), "label_names": names, "users_may_lack": not training}
-        found = read_records(source, **columns, **chosen, **table)
+        columns |= {"declared": recipe.columns, "drop": recipe.drop or (), "users_may_lack": not training}
+        found = read_records(source, **columns, kind=record_kind(task), label_names=names)
         found.refuse_empty()
         return found
 
@@ -215,7 +215,7 @@ def task_of(recipe: Recipe) -> Task:
     if recipe.task is not None:
         return Task(recipe.task)
     task, label, declared = task_of_model(recipe.model), label_of(recipe), recipe.columns or {}
-    if task.is_tabular and label in declared:
+    if task.is_tabular and label is not None and label in declared:
         column = column_of(label, declared[label])
         return Task.TABULAR_REGRESSION if isinstance(column, Number) or column == ESTIMATE_RANGE else task
     return task
