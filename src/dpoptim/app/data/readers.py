@@ -184,10 +184,11 @@ def _read_jsonl(path: Path) -> Columns:
 
 
 def _read_csv(path: Path) -> Columns:
+    delimiter = _delimiter(path)
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 131,072 characters
     file = io.StringIO(read_text(path, newline=""), newline="")
     try:
-        header, *rows = [row for row in csv.reader(file, delimiter=_delimiter(path)) if row] or [[]]
+        header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
     except csv.Error as error:
         raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
     repeated = next((name for name in header if header.count(name) > 1), None)
