@@ -142,7 +142,7 @@ def test_dry_run_speaks_of_users(tmp_path, capsys):
 def test_plan_speaks_of_users(capsys):
     sizes = ["--steps", "20", "--batch-size", "50", "--num-examples", "1000", "--epsilon", "8", "--delta", "1e-5"]
     assert main(["plan", *sizes, "--records-per-user", "6"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())  # lines may be wrapped
     assert "steps of 50 from 1,000 users" in printed
     assert "unit='user', records_per_user=6" in printed
     assert main(["plan", *sizes, "--records-per-user", "6", "--json"]) == 0
