@@ -114,8 +114,8 @@ def test_toml_round_trip(text):
 
 def test_defaults_fill_every_size():
     found = with_defaults(made(), task=Task.TABULAR_CLASSIFICATION, num_examples=1000, device=torch.device("cpu"))
-    assert (found.batch_size, found.steps, found.delta, found.clip_norm) == (64, 157, 1e-4, 0.1)
-    assert (found.evaluate_every, found.checkpoint_every, found.validation_fraction) == (16, 16, 0.05)
+    assert (found.batch_size, found.steps, found.delta, found.clip_norm) == (64, 313, 1e-4, 3.0)
+    assert (found.evaluate_every, found.checkpoint_every, found.validation_fraction) == (32, 32, 0.05)
     assert (found.dtype, found.micro_batch_size, found.micro_batch_tokens) == ("fp32", 1024, None)
     text = with_defaults(made(), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
     assert (text.micro_batch_size, text.micro_batch_tokens) == (None, 2**13)
@@ -130,6 +130,16 @@ def test_defaults_fill_every_size():
         0,
         1,
     )
+
+
+def test_defaults_of_tables_follow_the_model():
+    found = [
+        with_defaults(made(model=model), task=Task.TABULAR_REGRESSION, num_examples=1000, device=torch.device("cpu"))
+        for model in ("mlp", "linear")
+    ]
+    assert [(one.learning_rate, one.clip_norm) for one in found] == [(0.03, 3.0), (0.1, 1.0)]
+    text = with_defaults(made(model="gpt2"), task=Task.CAUSAL_LM, num_examples=1000, device=torch.device("cpu"))
+    assert (text.learning_rate, text.clip_norm, text.steps) == (5e-4, 0.1, 157)
 
 
 def test_defaults_are_idempotent():
@@ -176,7 +186,7 @@ def plan_for(**changes):
 
 def test_plan_follows_the_recipe():
     plan = plan_for(noise="independent", batch_size=20, steps=30, delta=1e-6, adjacency="replace")
-    assert (plan.batch_size, plan.steps, plan.delta, plan.clip_norm) == (20, 30, 1e-6, 0.1)
+    assert (plan.batch_size, plan.steps, plan.delta, plan.clip_norm) == (20, 30, 1e-6, 3.0)
     assert plan.adjacency.value == "replace"
     assert plan.epsilon() == pytest.approx(2.0, abs=1e-3)
     assert plan.epsilon() <= 2.0

@@ -102,7 +102,7 @@ def test_saved_model_is_the_trained_one(finished):
 
 
 def test_debug_logs_values_that_are_not_private(tmp_path):
-    train(rows_recipe(tmp_path, debug=True, steps=5), tmp_path / "run")
+    train(rows_recipe(tmp_path, debug=True, steps=5, clip_norm=0.1), tmp_path / "run")
     steps = [entry for entry in log_of(tmp_path / "run") if entry["kind"] == "step"]
     for entry in steps:
         assert entry["not_private"].keys() == {"loss", "clipped_fraction", "nonfinite"}

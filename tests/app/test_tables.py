@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dpoptim.app import load_trained, prepare_run, read_log, read_recipe, resume
 from dpoptim.app.cli import main
 from dpoptim.app.data import estimates
 from dpoptim.app.data.readers import record_number
-from dpoptim.app.data.tables import encode_table
+from dpoptim.app.data.tables import encode_table, is_missing
 from dpoptim.app.recipes.columns import Categories, Number, column_of
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs import setup as run_setup
@@ -195,6 +196,16 @@ def test_template_from_the_header_alone(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["columns"] == ["age", "heart rate", "outcome"]
     assert main(["columns", str(data), "--label-column", "outcom"]) == 2
     assert main(["columns", str(tmp_path / "recipe.toml")]) == 2
+
+
+def test_the_guide_declares_columns_correctly():
+    page = (Path(__file__).parents[2] / "docs" / "tables.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```text\n(# recipe\.toml\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    recipe = Recipe(model="mlp", epsilon=3.0, **tomllib.loads(text))
+    assert recipe.columns is not None
+    assert estimates.open_columns(recipe.columns) == ["weight", "diagnosis"]
+    for missing in re.findall(r"`([^`]+)`", page.split("| blank, ")[1].split(" |")[0]):
+        assert is_missing(missing)
 
 
 # -- runs and predictions ---------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_printed_code_runs(capsys):
 
 
 def test_printed_command_trains_as_advised(capsys, tmp_path):
-    """A dry run of the printed command, and of `dpoptim train` with its defaults, have the advised settings."""
+    """A dry run of the printed command has the advised settings; tables have a larger clip norm by default."""
     data, parameters = write_rows(tmp_path / "rows.csv"), 290
     sizes = ["--steps", "20", "--batch-size", "16", "--epsilon", "4", "--delta", "1e-4"]
     found = json.loads(printed(capsys, ["advise", str(parameters), "--num-examples", "120", *sizes, "--json"]))
@@ -197,7 +197,8 @@ def test_printed_command_trains_as_advised(capsys, tmp_path):
     assert given[:2] == ["dpoptim", "train"]
     whole = ["--validation-fraction", "0", "--dry-run", "--json"]
     followed = json.loads(printed(capsys, [*given[1:], *COLUMN_FLAGS, *whole]))
-    default = json.loads(printed(capsys, ["train", "--model", "mlp", "--data", data, *COLUMN_FLAGS, *sizes, *whole]))
+    train = ["train", "--model", "mlp", "--data", data, "--clip-norm", "0.1"]
+    default = json.loads(printed(capsys, [*train, *COLUMN_FLAGS, *sizes, *whole]))
     for run in (followed, default):
         assert run["trained_parameters"] == found["parameters"] == parameters
         assert run["noise_multiplier"] == found["noise_multiplier"]

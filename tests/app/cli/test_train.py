@@ -68,7 +68,7 @@ def test_flags_override_a_recipe(tmp_path, base, capsys):
 
 def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    before = set(tmp_path.rglob("*"))
+    before, base = set(tmp_path.rglob("*")), [*base, "--width", "256"]
     assert main([*base, "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Differentially private: epsilon = 4.0000")
@@ -78,7 +78,7 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     for words in (
         "multiplier",
         "memory     about",
-        "parameters 1.16 kB",
+        "parameters 9.22 kB",
         "s per step",
         "--verbose",
     ):
@@ -95,8 +95,8 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     assert found["recipe"]["batch_size"] == 16
     assert found["noise_to_signal"] > 1
     estimate = found["estimate"]
-    assert estimate["parameter_bytes"] == 4 * 290
-    assert estimate["optimizer_bytes"] == 3 * 4 * 290, "two moments and a scale"
+    assert estimate["parameter_bytes"] == 4 * 2306
+    assert estimate["optimizer_bytes"] == 3 * 4 * 2306, "two moments and a scale"
     assert 0 < estimate["step_seconds"] < 60
     assert estimate["run_seconds"] == pytest.approx(4 * estimate["step_seconds"])
     assert set(tmp_path.rglob("*")) == before
