@@ -112,7 +112,8 @@ def test_trials_and_draws_have_different_noise():
     *_, last = logistic_problem.walk(SMALL, datasets(SMALL), "post_processing", "independent", lrs=(LR,), eps=(EPS,))
     assert len(np.unique(last.numpy())) == 6
     more = dataclasses.replace(SMALL, draws=4)
-    np.testing.assert_allclose(datasets(more).signed[:, :3].numpy(), datasets(SMALL).signed.numpy())
+    few = datasets(SMALL).signed
+    np.testing.assert_allclose(datasets(more).signed[:, :3, : few.shape[2]].numpy(), few.numpy())
 
 
 @pytest.mark.parametrize("noise", ["independent", "dense"])
