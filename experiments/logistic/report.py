@@ -198,6 +198,6 @@ def draw(lines: Sequence[Line]) -> Any:
         axes.set_xlim(left, right)
         axes.locator_params(axis="x", nbins=5)
         outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots are outside"
-        style.label(axes, f"{noise} noise", f"test loss minus that of θ = 1 ({outside})", "")
+        style.label(axes, f"{noise} noise ({outside})", "test loss minus that of θ = 1", "")
     style.legend_below(figure, *panels, columns=2)
     return figure
