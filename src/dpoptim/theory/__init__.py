@@ -1,7 +1,7 @@
 """The theory of private adaptive optimizers, as functions. They raise ValueError for arguments out of range."""
 
 from dpoptim.optim.out_of_memory import format_bytes
-from dpoptim.theory.adviser import Advice, Forecast, GradientSignal, advise
+from dpoptim.theory.adviser import Advice, Assumption, Forecast, GradientSignal, advise
 from dpoptim.theory.gradient_probe import measure_signal
 from dpoptim.theory.noise_choice import Alternative, Candidate, Choice, choose_noise
 from dpoptim.theory.regimes import (
@@ -49,6 +49,7 @@ from dpoptim.theory.update_noise import (
 __all__ = [
     "Advice",
     "Alternative",
+    "Assumption",
     "Candidate",
     "Choice",
     "Cost",
