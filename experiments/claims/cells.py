@@ -20,8 +20,12 @@ from experiments.quadratic.problem import GRIDS, Quadratic, last_loss, simulate,
 Cell = dict[str, Any]
 SIZES: dict[str, dict[str, int]] = {
     "smoke": {"pair_steps": 60, "repeats": 20, "steps": 60, "draws": 50, "runs": 6, "tuning_runs": 3, "values": 1},
-    "small": {"pair_steps": 2000, "repeats": 100, "steps": 500, "draws": 300, "runs": 200, "tuning_runs": 20, "values": 9},
-    "paper": {"pair_steps": 4000, "repeats": 400, "steps": 2000, "draws": 1000, "runs": 1000, "tuning_runs": 40, "values": 9},
+    "small": {
+        "pair_steps": 2000, "repeats": 100, "steps": 500, "draws": 300, "runs": 200, "tuning_runs": 20, "values": 9,
+    },
+    "paper": {
+        "pair_steps": 4000, "repeats": 400, "steps": 2000, "draws": 1000, "runs": 1000, "tuning_runs": 40, "values": 9,
+    },
 }  # fmt: skip
 RATIO_STEPS = {"smoke": 60, "small": 300, "paper": 600}
 BEGIN = 100  # steps; the ratio of second moments is reported from there on
@@ -86,10 +90,10 @@ def _decayed_sums(cell: Cell) -> dict[str, Any]:
     steps, beta2 = cell["steps"], cell["beta2"]
     strategy = strategy_for(cell["case"], steps=steps, beta2=beta2)
     if cell["case"] == "brute force":
-        found = simulations.best_gain(beta2=beta2, steps=steps)
+        best = simulations.best_gain(beta2=beta2, steps=steps)
         bound = simulations.gain_bound(beta2=beta2, steps=steps)
         predicted = theory.averaging_gain(strategy, beta2=beta2)
-        return {"predicted": predicted, "simulated": found, "standard_error": None, "bound": bound}
+        return {"predicted": predicted, "simulated": best, "standard_error": None, "bound": bound}
     square, bound = cell["case"].startswith("square"), None
     if square:
         law = {"step": steps, "beta2": beta2}
@@ -98,13 +102,11 @@ def _decayed_sums(cell: Cell) -> dict[str, Any]:
     else:
         predicted = theory.averaging_gain(strategy, beta2=beta2)
         bound = simulations.gain_bound(beta2=beta2, steps=steps)
-    simulated = simulations.noise_ratio(
+    found = simulations.noise_ratio(
         strategy.noising_matrix() * strategy.column_norm, beta2=beta2, square=square, draws=cell["draws"],
         seed=cell["seed"],
     )  # fmt: skip
-    return {
-        "predicted": predicted, "simulated": simulated.value, "standard_error": simulated.standard_error, "bound": bound,
-    }  # fmt: skip
+    return {"predicted": predicted, "simulated": found.value, "standard_error": found.standard_error, "bound": bound}
 
 
 def condition(gain: float, *, beta2: float) -> float:
