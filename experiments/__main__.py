@@ -29,7 +29,7 @@ _EXAMPLES = """\
 examples:
   python -m experiments theory --out mine
       minutes on two cores; writes mine/theory.jsonl, mine/theory.md and mine/images/theory-*.png
-  python -m experiments logistic --scale paper --only setting=sparse --out mine
+  python -m experiments logistic --scale paper --only noise=dense --out mine
       the paper's size, one setting of three
   python -m experiments all --render --docs experiments/results.md
       runs nothing; updates tables and pictures of a page with marks

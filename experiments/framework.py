@@ -25,6 +25,7 @@ SCALES = ("smoke", "small", "paper")
 NAMES: dict[str, str] = {
     "logistic": "AdaGrad on sparse 1-D logistic regression: the paper's first example, over many dataset draws",
     "quadratic": "the badly scaled quadratic in two dimensions: preconditioners, noise ellipses, trajectories",
+    "claims": "four claims of the paper's section 4: same gradients, prefix sums, one strategy offline, public data",
     "theory": "the theory's limits and closed forms, each next to a simulation",
     "tinybert": "BERT-Tiny on arXiv abstracts: the paper's table (needs --data and --model, and a GPU at paper scale)",
     "figures": "pictures of BERT-Tiny's runs, and the clip norm runs that one of them needs (same needs as tinybert)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import torch
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
-from dpoptim.noise import BandedToeplitz
+from dpoptim.noise import BandedToeplitz, DecayedSums, PrefixSums, SquareRoot, Workload
 from dpoptim.optim import reference
 from dpoptim.optim.reference import SGD, AdaGrad, Adam, Run
+from dpoptim.theory import negative_probability, second_moment_variance
 
 BATCH, STEPS, BETA2 = 2048, 2000, 0.999  # the paper's setting
 UNIT: dict[str, Any] = {"clip_norm": 1.0, "noise_stddev": 1.0, "batch_size": 1}
@@ -292,6 +294,158 @@ def test_noise_puts_a_ceiling_on_learning_rates() -> None:
     assert rates.tolist() == pytest.approx(expected.tolist(), rel=0.02)
     assert float(rates.max()) < 1.02 / stddev
     assert float(rates.min()) < 0.1 / stddev  # so 1/√φ is not a floor
+
+
+def test_one_large_noise_hardly_changes_its_own_denominator() -> None:
+    """ν̂ after a last noise of 3√φ, over its mean φ: 1 + 8(1−β₂) on average of 20,000 runs, and 5 at step 2."""
+    for steps, beta2, expected in ((2000, 0.99, 1.08), (2, 0.999, 5.0)):  # step 2: (1 + 9)/2
+        nu = torch.zeros(20_000, dtype=torch.float64)
+        for t in range(steps - 1):
+            nu = beta2 * nu + (1 - beta2) * normals(20_000, seed=t) ** 2
+        nu_hat = (beta2 * nu + (1 - beta2) * 9) / (1 - beta2**steps)
+        assert float(nu_hat.mean()) == pytest.approx(expected, rel=0.005)
+
+
+def test_spread_at_which_half_of_the_estimates_are_negative() -> None:
+    """P(ν̂ ≥ b) passes ½ at √Var ν̂ = 71·g², and is .83 at √Var ν̂ = g²; 40,000 runs agree at β₂ = .9."""
+    spread = math.sqrt(2 * shrinkage(BETA2))
+    for ratio, low, high in ((70, 0.5, 0.501), (80, 0.499, 0.5), (1, 0.83, 0.84)):
+        g = math.sqrt(spread / ratio)
+        assert math.sqrt(float(second_moment_variance(g, noise_variance=1.0))) / g**2 == pytest.approx(ratio, rel=0.04)
+        assert low < 1 - float(negative_probability(g, noise_variance=1.0)) < high
+    g = math.sqrt(math.sqrt(2 * shrinkage(0.9)) / 5)  # the spread is five times g², yet more than half are ≥ 0
+    weights = 0.9 ** torch.arange(99, -1, -1, dtype=torch.float64)
+    nu_hat = (weights / weights.sum()) @ (g + normals(100, 40_000, seed=11)) ** 2
+    share = float((nu_hat >= 1).double().mean())
+    assert share > 0.5 + 4 * 0.0025
+    assert share == pytest.approx(1 - float(negative_probability(g, noise_variance=1.0, beta2=0.9)), abs=0.01)
+
+
+def test_an_uneven_gradient_leaves_half_of_the_coordinates_negative() -> None:
+    """‖g‖ = 1 in one of 2,000 coordinates, B/σ = 10⁶ ≫ .15√m: half of ν̂ − b are negative; none if it is even."""
+    phi, count = 1e-12, 2000
+    weights = BETA2 ** torch.arange(1999, -1, -1, dtype=torch.float64)
+    noise = phi**0.5 * normals(2000, count, seed=12)
+    for gradient, low, high in ((torch.eye(count)[0], 0.45, 0.56), (torch.full((count,), count**-0.5), 0.0, 0.0)):
+        nu_hat = (weights / weights.sum()) @ (gradient.double() + noise) ** 2
+        assert low <= float((nu_hat < phi).double().mean()) <= high
+
+
+def test_batch_for_half_a_million_parameters() -> None:
+    """κ^¼√m = 106 and κ^½m = 1.1e4 at m = 5e5; the printed limit 2e4 at B = 2048 would give 5.1e4."""
+    root = shrinkage(BETA2) ** 0.5
+    assert math.sqrt(5e5 * root) == pytest.approx(106, rel=5e-3)
+    assert 5e5 * root == pytest.approx(1.12e4, rel=5e-3)
+    printed = 5e5 / (2e4 / BATCH)
+    assert printed == pytest.approx(5.1e4, rel=5e-3)
+
+
+def test_improvement_by_prefix_sums() -> None:
+    """.1495/.0316 = 4.73 with the same ‖g‖; over the pessimistic condition the factor is 4.73·√B, not 5."""
+    optimistic, prefix = shrinkage(BETA2) ** 0.25, 1e-6**0.25
+    assert (optimistic, prefix) == pytest.approx((0.15, 0.032), rel=0.02)
+    assert optimistic / prefix == pytest.approx(4.73, abs=2e-3)
+    pessimistic = optimistic * BATCH**0.5  # √B/σ ≥ .15√m, solved for B/σ
+    assert pessimistic / prefix > 200
+
+
+@pytest.mark.parametrize("workload", [PrefixSums(), DecayedSums(beta=0.98, debiased=False)])
+def test_correlated_noise_does_not_help_bias_correction(workload: Workload) -> None:
+    """Var ν̂ in pure noise is larger than 2φ²Σw² and 20,000 runs agree; that of IME, linear in the noise, is smaller."""
+    steps, beta2 = 200, 0.98
+    strategy = BandedToeplitz(bands=steps, workload=workload).optimize(steps=steps)
+    noising = torch.as_tensor(strategy.noising_matrix()) * strategy.column_norm
+    weights = beta2 ** torch.arange(steps - 1, -1, -1, dtype=torch.float64)
+    weights /= weights.sum()
+    noise, z = noising @ normals(steps, 20_000, seed=13), normals(steps, 20_000, seed=14)
+    square_variances = [float((weights @ one**2).var()) for one in (noise, z)]
+    right = float(
+        second_moment_variance(noise_variance=strategy.column_norm**2, step=steps, beta2=beta2, strategy=strategy)
+    )
+    assert square_variances[0] == pytest.approx(right, rel=0.06)
+    assert square_variances[0] > 1.5 * square_variances[1]
+    assert float((weights @ noise).var()) < float((weights @ z).var()) / 4
+    assert bool((noising.diagonal() >= 1 - 1e-12).all())  # so that K_ii ≥ 1
+
+
+def test_error_of_prefix_sums_is_logarithmic() -> None:
+    """The square-root strategy: T doubled adds ln(2)/π to the rms error, so its square grows as log², not as log³."""
+    errors = [s.max_error() * s.column_norm for n in (512, 1024, 2048) if (s := SquareRoot().optimize(steps=n))]
+    growths = [b - a for a, b in itertools.pairwise(errors)]
+    assert growths == pytest.approx([math.log(2) / math.pi] * 2, rel=2e-3)
+    cubic = [math.log(n) ** 1.5 for n in (512, 1024, 2048)]
+    assert (cubic[2] - cubic[1]) / (cubic[1] - cubic[0]) > 1.04  # there, growths would rise
+
+
+def test_second_moment_below_its_steady_state_rises() -> None:
+    """One step of scale-then-privatize from half and from twice the steady state; 400,000 draws, s.e. 2e-4·ν̂."""
+    g, phi, beta2 = 0.3, 0.16, 0.9
+    rest = g**2 / (1 - phi)
+    for start, rises in ((0.5 * rest, True), (2 * rest, False)):
+        after = beta2 * start + (1 - beta2) * (g + math.sqrt(phi * start) * normals(400_000, seed=15)) ** 2
+        assert (float(after.mean()) > start) == rises
+        assert abs(float(after.mean()) / start - 1) > 0.03
+
+
+def test_noise_in_the_sum_of_adams_updates() -> None:
+    """Noise alone through momentum, a changing ν̂ and debiasing: the weights of each noise in the sum of updates."""
+    steps, beta1 = 12, 0.7
+    nu_hat = torch.linspace(1.0, 9.0, steps, dtype=torch.float64)
+    mu, total = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
+    for k in range(1, steps + 1):  # noise j is the j-th unit vector, so `total` holds the weights
+        mu = beta1 * mu + (1 - beta1) * torch.eye(steps, dtype=torch.float64)[k - 1]
+        total += mu / (1 - beta1**k) / nu_hat[k - 1].sqrt()
+
+    def weights(one: Callable[[int, int], float]) -> Tensor:
+        sums = [sum(one(j, k) / float(nu_hat[k - 1]) ** 0.5 for k in range(j, steps + 1)) for j in range(1, steps + 1)]
+        return torch.tensor(sums, dtype=torch.float64)
+
+    right = weights(lambda j, k: (1 - beta1) * beta1 ** (k - j) / (1 - beta1**k))
+    torch.testing.assert_close(total, right, rtol=1e-12, atol=0)
+    printed = weights(lambda j, k: beta1 ** (steps - k) / (1 - beta1**steps))
+    ratios = printed / total
+    assert float(ratios.max() / ratios.min()) > 1.5  # "proportional to" does not help
+    nu_hat = torch.ones(steps, dtype=torch.float64)
+    constant = weights(lambda j, k: beta1 ** (steps - k)) / weights(lambda j, k: beta1 ** (k - j))
+    torch.testing.assert_close(constant, torch.ones(steps, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_noise_of_the_recursion_is_divided_by_the_scale() -> None:
+    """The reference's second step, from which ν̂₂ = (g̃₂/step)² follows: g̃₂ has noise/s₂, not noise."""
+    g, beta2, start, noise = 1.0, 0.5, 9.0, torch.tensor([[0.3], [-0.4]], dtype=torch.float64)
+    run = Run(
+        torch.zeros(1, dtype=torch.float64), lambda theta, t: torch.full((1, 1), g, dtype=torch.float64), noise,
+        clip_norm=100.0, noise_stddev=1.0, batch_size=1,
+    )  # fmt: skip
+    rule = Adam(lr=1.0, beta1=0.0, beta2=beta2, eps=0.0)
+    path = reference.scale_then_privatize(run, rule=rule, eps_scale=1e-12, start=start)
+    first = g + 0.3 * start**0.5
+    nu_hat = first**2  # debiased, at t = 1
+    for divided in (True, False):
+        second = g - 0.4 * (nu_hat**0.5 if divided else 1.0)
+        t = 2
+        keep, add = (beta2 - beta2**t) / (1 - beta2**t), (1 - beta2) / (1 - beta2**t)
+        step = second / math.sqrt(keep * nu_hat + add * second**2)
+        assert (float(path[0] - path[1]) == pytest.approx(step, rel=1e-9)) == divided
+
+
+def test_ratio_of_second_moments_is_bounded_below_only() -> None:
+    """Squares that change up to 10⁶-fold per step: never below the bound, which zeros attain; a rise goes far above."""
+    squares = 10 ** (3 * normals(3000, seed=16).clamp(-1, 1))
+    squares[2000:2010], squares[-1] = 0.0, 1e8
+    nu = nu_hat = 0.0
+    ratios = []
+    for t, square in enumerate(squares.tolist(), start=1):
+        nu = BETA2 * nu + (1 - BETA2) * square
+        before, nu_hat = nu_hat, nu / (1 - BETA2**t)
+        bound = (BETA2 - BETA2**t) / (1 - BETA2**t)
+        if t > 1:
+            ratios.append(nu_hat / before)
+            assert ratios[-1] >= bound * (1 - 1e-12)
+            assert square > 0 or ratios[-1] == pytest.approx(bound, rel=1e-9)
+    assert 0.998 < min(ratios[1000:]) < BETA2
+    assert max(ratios[1000:-1]) < 1.1
+    assert ratios[-1] > 100
 
 
 def test_noise_is_small_where_the_scale_is_large() -> None:

@@ -1,4 +1,4 @@
-"""The cells of the logistic regression: every variant, both kinds of noise, three settings; tuned, then reported.
+"""The cells of the logistic regression: every variant with both kinds of noise; tuned, then reported.
 
 For each draw, the learning rate (and ε, if tuned) is chosen by the mean loss of validation samples over the first half
 of the trials. The reported test losses are those of the other half. For comparison, the paper's way is also reported:
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,54 +18,58 @@ import numpy as np
 
 from dpoptim.noise.series import Series
 from experiments.framework import Outcome
-from experiments.logistic.problem import VARIANTS, Datasets, Problem, datasets, evaluate, plan_of, population_loss, walk
+from experiments.logistic.problem import (
+    FLOORED,
+    VARIANTS,
+    Datasets,
+    Problem,
+    datasets,
+    evaluate,
+    plan_of,
+    population_loss,
+    walk,
+)
 
 Cell = dict[str, Any]
 DELTA = 1e-5
 TINY_EPS = 1e-10  # AdaGrad's own
-SETTINGS: dict[str, dict[str, Any]] = {
-    "sparse": {"present": 0.1, "batch_size": 10, "steps": 1000},
-    "one example a step": {"present": 0.3, "batch_size": 1, "steps": 1000},
-    "not sparse": {"present": 1.0, "batch_size": 10, "steps": 1000},
-}
-"""Assumed, because the paper's sizes are not known. The first is the main one. Committed results have these names."""
-_GRID = {"lrs": 13, "eps": (TINY_EPS, 0.01, 0.1, 1.0, 10.0, 100.0)}
+LOWEST_RATE, HIGHEST_RATE = 0.01, 30.0
+_GRID = {"lrs": 15, "eps": (TINY_EPS, 0.01, 0.1, 1.0, 10.0), "test_samples": 10_000, "steps": 1000}
 SIZES: dict[str, dict[str, Any]] = {
-    "smoke": {"lrs": 3, "eps": (1.0, 10.0), "test_samples": 400, "draws": (3,), "trials": (4,), "steps": 40},
-    "small": {**_GRID, "test_samples": 10_000, "draws": (20,), "trials": (10,), "steps": 1000},
-    "paper": {**_GRID, "test_samples": 10_000, "draws": (100, 40, 40), "trials": (30, 16, 16), "steps": 1000},
+    "smoke": {"lrs": 3, "eps": (1.0, 10.0), "test_samples": 400, "draws": 3, "trials": 4, "steps": 40},
+    "small": {**_GRID, "draws": 20, "trials": 10},
+    "paper": {**_GRID, "draws": 200, "trials": 30},
 }
-"""`draws` and `trials` have an entry for each setting to run."""
 
 
 def cells(scale: str) -> list[Cell]:
-    """Ground truth and non-private once per setting, the others once per kind of noise."""
+    """Ground truth and non-private once, the others once per kind of noise; in the setting that the paper states."""
     size, found = SIZES[scale], []
-    for setting, draws, trials in zip(SETTINGS, size["draws"], size["trials"], strict=False):
-        shared = {"draws": draws, "trials": trials, "test_samples": size["test_samples"], "steps": size["steps"]}
-        problem = Problem(**(SETTINGS[setting] | shared))
-        for noise in ("none", "independent", "dense"):
-            for variant in VARIANTS:
-                if (variant in ("ground_truth", "non_private")) != (noise == "none"):
-                    continue
-                lrs = [] if variant == "ground_truth" else _rates(size["lrs"])
-                eps = list(size["eps"]) if _tunes_eps(variant) else [TINY_EPS]
-                found.append({"setting": setting, "variant": variant, "noise": noise, **dataclasses.asdict(problem),
-                              "lrs": lrs, "eps": eps})  # fmt: skip
+    problem = Problem(**{name: size[name] for name in ("draws", "trials", "test_samples", "steps")})
+    for noise in ("none", "dense", "independent"):
+        for variant in VARIANTS:
+            if (variant in ("ground_truth", "non_private")) != (noise == "none"):
+                continue
+            lrs = [] if variant == "ground_truth" else _rates(size["lrs"])
+            found.append({"variant": variant, "noise": noise, **dataclasses.asdict(problem), "lrs": lrs,
+                          **_denominator(variant, size["eps"])})  # fmt: skip
     return found
 
 
+def _denominator(variant: str, eps: Sequence[float]) -> Cell:
+    """The values of ε to try, and the floor, in max(floor, √ν + ε)."""
+    if variant in FLOORED:
+        return {"eps": [0.0], "floor": 1.0}
+    return {"eps": list(eps) if variant.endswith("eps_tuned") else [TINY_EPS], "floor": 0.0}
+
+
 def _rates(count: int) -> list[float]:
-    """From 10^-1.5 to 10^1.5, rounded so that all machines agree.
+    """Rounded so that all machines agree.
 
     >>> _rates(3)
-    [0.03162, 1.0, 31.62]
+    [0.01, 0.5477, 30.0]
     """
-    return [float(f"{rate:.4g}") for rate in np.geomspace(10**-1.5, 10**1.5, count)]
-
-
-def _tunes_eps(variant: str) -> bool:
-    return variant.startswith("independent_moments") or variant.endswith("eps_tuned")
+    return [float(f"{rate:.4g}") for rate in np.geomspace(LOWEST_RATE, HIGHEST_RATE, count)]
 
 
 def compute(cell: Cell) -> Outcome:
@@ -75,7 +80,8 @@ def compute(cell: Cell) -> Outcome:
     if variant == "ground_truth":
         return Outcome(result={"test_loss": _plain(truth), "population_loss": float(population_loss()(1.0))},
                        note=VARIANTS[variant])  # fmt: skip
-    (final,) = deque(walk(problem, data, variant, noise, lrs=cell["lrs"], eps=cell["eps"]), maxlen=1)
+    rates = {name: cell[name] for name in ("lrs", "eps", "floor")}
+    (final,) = deque(walk(problem, data, variant, noise, **rates), maxlen=1)
     result = scores(final.numpy().reshape(problem.draws, -1, len(cell["lrs"]) * len(cell["eps"])), data, truth)
     best = np.array(result.pop("best"))
     result["lr"] = _plain(np.array(cell["lrs"])[best // len(cell["eps"])])

@@ -1,10 +1,10 @@
 """Sparse logistic regression in one dimension: the settings, the datasets, their losses, and AdaGrad on all of them.
 
-    x_j ~ N(0, 1) with probability `present`, else x_j = 0;   y_j ~ Bernoulli(sigmoid(x_j)), so that θ* = 1
+    x_j ~ N(0, 1), set to 0 for all but a share `present` of the examples;   y_j ~ Bernoulli(sigmoid(x_j)), so θ* = 1
     loss_j(θ) = log(1 + exp(−s_j θ x_j)),  s_j = ±1 for y_j = 1, 0;   ∇loss_j = −s_j x_j sigmoid(−s_j θ x_j)
 
 An example with x = 0 has gradient 0, so only the others are kept, each with its step. Test samples are drawn from those
-with x ≠ 0, because the losses that the paper prints are close to that of θ* on such samples.
+with x ≠ 0, as in the paper.
 
 AdaGrad, its second moments, noise levels and normals are the library's; only clipping is written here, because it works
 per run. A run is one trial at one learning rate and one ε. All runs of a trial see the same noise.
@@ -37,7 +37,7 @@ KNOTS = np.linspace(-5.0, 7.0, 121)
 class Problem:
     """One setting. Every example takes part in exactly one step: `batch_size · steps` examples, one epoch.
 
-    present: the probability that an example's x is not 0.
+    present: the share of the examples whose x is not 0; which ones is drawn.
     draws: the number of datasets; trials: the number of runs on each, with different noise.
     seed: determines the datasets and the noise key; nothing here is secret.
 
@@ -46,10 +46,10 @@ class Problem:
     """
 
     present: float = 0.1
-    batch_size: int = 10
+    batch_size: int = 1
     steps: int = 1000
     clip_norm: float = 1.0
-    noise_multiplier: float = 1.0
+    noise_multiplier: float = 0.1
     start: float = 0.0
     draws: int = 100
     trials: int = 30
@@ -108,7 +108,9 @@ def datasets(problem: Problem) -> Datasets:
 
 def _draw(problem: Problem, draw: int) -> tuple[Series, CubicSpline, CubicSpline]:
     rng = np.random.default_rng([problem.seed, draw])
-    counts = rng.binomial(problem.batch_size, problem.present, size=problem.steps)
+    examples = problem.batch_size * problem.steps
+    present = rng.choice(examples, round(problem.present * examples), replace=False)
+    counts = np.bincount(present // problem.batch_size, minlength=problem.steps)
     filled = np.zeros((problem.steps, max(1, int(counts.max()))))
     for step, count in enumerate(counts):
         filled[step, :count] = signed_samples(rng, int(count))
@@ -176,11 +178,13 @@ VARIANTS: dict[str, str] = {
     "ground_truth": "NOT private: θ = 1, which made the data",
     "non_private": "NOT private: AdaGrad without clipping or noise",
     "post_processing": "AdaGrad on the noisy gradient; ν of g̃²",
-    "post_processing_eps_tuned": "the same with ε chosen from the grid of IME",
+    "post_processing_floored": "the same with the rate of IME, lr/max(1, √ν)",
+    "post_processing_eps_tuned": "the same with the rate lr/(√ν + ε), ε tuned",
     "independent_moments": "gradient and square released with separate noise, √2 times as much each (IME)",
-    "independent_moments_for_free": "NOT private at this σ: IME with the gradient's noise of post-processing, as if "
-    "the square cost nothing",
+    "independent_moments_for_free": "NOT private at this σ: IME without the factor √2, as if the square cost nothing",
 }
+FLOORED = ("post_processing_floored", "independent_moments", "independent_moments_for_free")
+"""Variants with the rate lr/max(1, √ν). The paper gives it to IME, whose ν can be negative."""
 TENSOR, RUN_ID = "theta", "logistic"
 """Name and run of the normals: a library run with the same names and key sees those of the first trial."""
 
@@ -202,22 +206,21 @@ def plan_of(problem: Problem, variant: str, noise: str) -> PrivacyPlan | None:
 
 
 def levels(problem: Problem, variant: str, noise: str) -> Levels:
-    """The library's noise levels. "For free" has the gradient noise of post-processing and the square noise of IME.
+    """The library's noise levels; "for free" has those of IME without the factor √2.
 
-    >>> problem = Problem(batch_size=8)
+    >>> problem = Problem(batch_size=8, noise_multiplier=1.0)
     >>> levels(problem, "post_processing", "independent").gradient_sum
     1.0
     >>> free, paid = (levels(problem, f"independent_moments{end}", "independent") for end in ("_for_free", ""))
-    >>> free.gradient_sum, free.square == paid.square, round(paid.gradient_sum, 6), round(paid.square, 6)
-    (1.0, True, 1.414214, 0.331456)
+    >>> [round(level, 6) for level in (paid.gradient_sum, paid.square, free.gradient_sum, free.square)]
+    [1.414214, 0.331456, 1.0, 0.234375]
     """
     plan = plan_of(problem, variant, noise)
     if plan is None:
         return Levels(gradient_sum=0.0, square=0.0)
     gradient_sum, square = plan.noise_stddevs()
-    if variant == "independent_moments_for_free":
-        gradient_sum = plan.with_release(Gradient()).noise_stddevs().gradient_sum
-    return Levels(gradient_sum=gradient_sum, square=square or 0.0)
+    price = math.sqrt(2) if variant == "independent_moments_for_free" else 1.0
+    return Levels(gradient_sum=gradient_sum / price, square=(square or 0.0) / price)
 
 
 def noise_rows(problem: Problem, strategy: Strategy, stream: str) -> Tensor:
@@ -230,13 +233,21 @@ def noise_rows(problem: Problem, strategy: Strategy, stream: str) -> Tensor:
 
 
 def walk(
-    problem: Problem, data: Datasets, variant: str, noise: str, *, lrs: Sequence[float], eps: Sequence[float]
+    problem: Problem,
+    data: Datasets,
+    variant: str,
+    noise: str,
+    *,
+    lrs: Sequence[float],
+    eps: Sequence[float],
+    floor: float = 0.0,
 ) -> Iterator[Tensor]:
     """θ_1, ..., θ_T of every run, one at a time: [draws, trials, learning rates, values of ε].
 
-        g = (1/B)Σ_j clip(∇loss_j),  g̃ = g + noise,  ν ← ν + g̃² or ν + g² + noise,  θ ← θ − lr·g̃/(√max(ν, 0) + ε)
+        g = (1/B)Σ_j clip(∇loss_j),  g̃ = g + noise,  ν ← ν + g̃² or ν + g² + noise
+        θ ← θ − lr·g̃/max(floor, √max(ν, 0) + ε)
 
-    A run moves as the library's optimizer with that rule would, with the same normals and batches. The average is
+    Without a floor, a run moves as the library's optimizer would, with the same normals and batches. The average is
     projected to [−ζ, ζ] before it is squared, which changes nothing for batches of exactly B examples. Without noise
     one trial is run. A run that diverges gives inf or NaN.
     """
@@ -260,7 +271,7 @@ def walk(
         square = average.clamp(-clip_norm, clip_norm) ** 2 + _spread_out(square_rows[t - 1], shape)
         bundle = ParameterBundle([TENSOR], [theta], state, {}, group, t)
         released = Released(t - 1, {TENSOR: noisy_grad}, {TENSOR: square}, noise_variance=0.0)
-        denominator = moment.denominator(bundle, rule, noisy_grad, released)
+        denominator = moment.denominator(bundle, rule, noisy_grad, released).clamp(min=floor)
         theta = theta - step_sizes * rule.direction(noisy_grad, denominator, bundle)
         yield theta.view(shape)
 

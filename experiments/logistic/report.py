@@ -9,7 +9,6 @@ import numpy as np
 
 from dpoptim.noise.series import Series
 from experiments import plot_style as style
-from experiments.logistic.cells import SETTINGS
 from experiments.markdown import epsilon_shown, made_by, percent, table
 from experiments.results_file import Line
 
@@ -17,6 +16,7 @@ NAMES = {
     "ground_truth": "θ = 1, the ground truth (NOT private)",
     "non_private": "AdaGrad, no noise (NOT private)",
     "post_processing": "post-processing",
+    "post_processing_floored": "post-processing, rate η/max{1, √ν}",
     "post_processing_eps_tuned": "post-processing, ε_s tuned",
     "independent_moments": "IME",
     "independent_moments_for_free": "IME for free (NOT private)",
@@ -31,10 +31,11 @@ PRINTED = {
 """Test losses as the paper prints them, from one dataset draw."""
 ORDER = ("non_private", "independent_moments_for_free", "independent_moments", "post_processing")
 """From the least to the largest of them."""
-NOISES = ("independent", "dense")
+NOISES = ("dense", "independent")
 COLOURS = {
     "non_private": style.BLACK,
     "post_processing": style.METHODS["post_processing"],
+    "post_processing_floored": style.METHODS["post_processing"],
     "post_processing_eps_tuned": style.METHODS["post_processing_eps"],
     "independent_moments": style.METHODS["independent_moments"],
     "independent_moments_for_free": style.METHODS["independent_moments"],
@@ -42,14 +43,15 @@ COLOURS = {
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """For each setting: losses next to the printed ones, and how often each part of the printed order holds."""
-    parts = [made_by(lines, f"python -m experiments logistic --scale {lines[0]['scale']}")]
-    for setting in _settings(lines):
-        here = [line for line in lines if line["cell"]["setting"] == setting]
-        parts += [f"**{_title(here[0])}**", _table(here), _orders(here), _finding(here)]
-    parts.append(
-        "![test loss above the ground truth's, over draws, for both kinds of noise](images/logistic-draws.png)"
-    )
+    """Losses next to the printed ones, and how often each part of the printed order holds."""
+    parts = [
+        made_by(lines, f"python -m experiments logistic --scale {lines[0]['scale']}"),
+        _sizes(lines[0]),
+        _table(lines),
+        _orders(lines),
+        _finding(lines),
+        "![test loss above the ground truth's, over draws, for both kinds of noise](images/logistic-draws.png)",
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -69,20 +71,12 @@ def holds(lines: Sequence[Line], noise: str, order: Sequence[str]) -> Series | N
     return np.all(np.diff(np.stack(there), axis=0) >= 0, axis=0) if len(there) == len(order) else None
 
 
-def _settings(lines: Sequence[Line]) -> list[str]:
-    return [setting for setting in SETTINGS if any(line["cell"]["setting"] == setting for line in lines)]
-
-
-def _shown(setting: str) -> str:
-    return setting.replace(" a step", " per step")
-
-
-def _title(line: Line) -> str:
+def _sizes(line: Line) -> str:
     cell = line["cell"]
     return (
-        f"Setting “{_shown(cell['setting'])}”: x ≠ 0 with probability {cell['present']:g}, B = {cell['batch_size']}, "
-        f"T = {cell['steps']:,}, σ = {cell['noise_multiplier']:g}, ζ = {cell['clip_norm']:g}; {cell['draws']} draws × "
-        f"{cell['trials']} trials"
+        f"x ≠ 0 in {percent(cell['present'])} of {cell['batch_size'] * cell['steps']:,} examples, B = "
+        f"{cell['batch_size']}, T = {cell['steps']:,}, σ = {cell['noise_multiplier']:g}, ζ = {cell['clip_norm']:g}; "
+        f"{cell['draws']} draws × {cell['trials']} trials."
     )
 
 
@@ -131,15 +125,15 @@ def _short(value: float) -> str:
 
 def _orders(lines: Sequence[Line]) -> str:
     """How often each statement holds, draw by draw."""
+    free, ime, post = "independent_moments_for_free", "independent_moments", "post_processing"
     statements: list[tuple[str, Sequence[str], str]] = [
         ("non-private ≤ IME for free ≤ IME ≤ post-processing, the paper's order", ORDER, "4 %"),
-        ("IME ≤ post-processing", ("independent_moments", "post_processing"), "50 %"),
-        ("IME for free ≤ post-processing", ("independent_moments_for_free", "post_processing"), "50 %"),
-        ("IME for free ≤ IME", ("independent_moments_for_free", "independent_moments"), "50 %"),
-        ("IME ≤ post-processing, ε_s tuned", ("independent_moments", "post_processing_eps_tuned"), "50 %"),
-        ("IME for free ≤ post-processing, ε_s tuned",
-         ("independent_moments_for_free", "post_processing_eps_tuned"), "50 %"),
-    ]  # fmt: skip
+        ("IME ≤ post-processing", (ime, post), "50 %"),
+        ("IME for free ≤ IME", (free, ime), "50 %"),
+        ("IME ≤ post-processing with IME's rate", (ime, f"{post}_floored"), "50 %"),
+        ("IME ≤ post-processing, ε_s tuned", (ime, f"{post}_eps_tuned"), "50 %"),
+        ("IME for free ≤ post-processing, ε_s tuned", (free, f"{post}_eps_tuned"), "50 %"),
+    ]
     rows = []
     for text, order, chance in statements:
         found = [holds(lines, noise, order) for noise in NOISES]
@@ -148,7 +142,7 @@ def _orders(lines: Sequence[Line]) -> str:
 
 
 def _finding(lines: Sequence[Line]) -> str:
-    """How the means compare, how often a draw is as bad as the printed one, and where tuning ended."""
+    """How the means compare, and how often a draw is as bad as the printed one."""
     parts = []
     gap = PRINTED["post_processing"] - PRINTED["ground_truth"]
     for noise in NOISES:
@@ -162,63 +156,48 @@ def _finding(lines: Sequence[Line]) -> str:
             f"(difference {_short(difference.mean())} ± {_short(error)}); post-processing's excess reaches the printed "
             f"{_short(gap)} in {percent(float((post >= gap).mean()))} of the draws."
         )
-    tuned = [line for line in lines if len(line["cell"]["eps"]) > 1]
-    if tuned:
-        least, largest = ([_share_at(edge, line) for line in tuned] for edge in (min, max))
-        parts.append(
-            f"Where ε_s is tuned, the largest value of the grid, which nearly switches ν off, is chosen in "
-            f"{percent(min(largest))} to {percent(max(largest))} of the draws, and the smallest in "
-            f"{percent(min(least))} to {percent(max(least))}."
-        )
     return " ".join(parts)
 
 
-def _share_at(edge: Callable[[Sequence[float]], float], line: Line) -> float:
-    """The share of the draws in which the smallest or the largest ε_s of the grid was chosen."""
-    return float(np.mean(np.array(line["result"]["eps"]) == edge(line["cell"]["eps"])))
-
-
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
-    """One picture: one row per setting, one panel per kind of noise."""
+    """One picture: one panel per kind of noise."""
     return {"draws": lambda: draw(lines)}
 
 
 def draw(lines: Sequence[Line]) -> Any:
     """The excess of every draw, its median and 10 to 90 %, and the excess that the paper prints."""
-    settings = _settings(lines)
-    figure = style.new_figure(9.5, 1.0 + 2.6 * len(settings))
-    panels = figure.subplots(len(settings), 2, squeeze=False, sharey=True)
+    figure = style.new_figure(9.5, 3.8)
+    panels = figure.subplots(1, 2, sharey=True)
     heights = {name: height for height, name in enumerate(COLOURS)}
-    panels[0, 0].set_yticks(list(heights.values()), [NAMES[name] for name in heights])
-    panels[0, 0].set_ylim(len(heights) - 0.5, -0.5)
+    panels[0].set_yticks(list(heights.values()), [NAMES[name] for name in heights])
+    panels[0].set_ylim(len(heights) - 0.5, -0.5)
     base = PRINTED["ground_truth"]
     jitter = np.random.default_rng(0)
-    for row, setting in zip(panels, settings, strict=True):
-        here = [line for line in lines if line["cell"]["setting"] == setting]
-        for axes, noise in zip(row, NOISES, strict=True):
-            shown = [(name, values) for name in COLOURS if (values := excess_of(here, name, noise)) is not None]
-            if not shown:
-                axes.set_visible(False)
-                continue
-            for name, values in shown:
-                kept, height, colour = values[np.isfinite(values)], heights[name], COLOURS[name]
-                axes.plot(kept, height + jitter.uniform(-0.25, 0.25, len(kept)), ".", color=colour, alpha=0.35, ms=4)
-                low, middle, high = np.quantile(kept, (0.1, 0.5, 0.9))
-                axes.plot([low, high], [height, height], color=colour, lw=2.5)
-                inside = "white" if "NOT private" in NAMES[name] else colour
-                axes.plot(middle, height, "o", color=colour, ms=8, mfc=inside)
-                if name in PRINTED:
-                    axes.plot(PRINTED[name] - base, height, "x", color=style.BLACK, ms=8, mew=2)
+    for axes, noise in zip(panels, NOISES, strict=True):
+        shown = [(name, values) for name in COLOURS if (values := excess_of(lines, name, noise)) is not None]
+        if not shown:
+            axes.set_visible(False)
+            continue
+        for name, values in shown:
+            kept, height, colour = values[np.isfinite(values)], heights[name], COLOURS[name]
+            axes.plot(kept, height + jitter.uniform(-0.25, 0.25, len(kept)), ".", color=colour, alpha=0.35, ms=4)
+            low, middle, high = np.quantile(kept, (0.1, 0.5, 0.9))
+            axes.plot([low, high], [height, height], color=colour, lw=2.5)
+            inside = "white" if "NOT private" in NAMES[name] else colour
+            axes.plot(middle, height, "o", color=colour, ms=8, mfc=inside)
+            if name in PRINTED and noise == "dense":
+                axes.plot(PRINTED[name] - base, height, "x", color=style.BLACK, ms=8, mew=2)
+        if noise == "dense":
             axes.plot([], [], "x", color=style.BLACK, ms=8, mew=2, ls="", label="the paper's one draw")
-            axes.plot([], [], "o-", color=style.GREY, lw=2.5, label="median and 10 to 90 % of the draws (dots)")
-            axes.axvline(0, color=style.GREY, lw=0.8, ls=":")
-            everything = np.concatenate([values for _, values in shown])
-            finite = everything[np.isfinite(everything)]
-            right = max(float(np.quantile(finite, 0.985)), PRINTED["post_processing"] - base) * 1.05
-            left = min(float(np.quantile(finite, 0.005)), 0.0) - 0.03 * right
-            axes.set_xlim(left, right)
-            axes.locator_params(axis="x", nbins=5)
-            outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots are outside"
-            style.label(axes, f"{_shown(setting)}: {noise} noise", f"test loss minus that of θ = 1 ({outside})", "")
-    style.legend_below(figure, *np.ravel(panels), columns=2)
+        axes.plot([], [], "o-", color=style.GREY, lw=2.5, label="median and 10 to 90 % of the draws (dots)")
+        axes.axvline(0, color=style.GREY, lw=0.8, ls=":")
+        everything = np.concatenate([values for _, values in shown])
+        finite = everything[np.isfinite(everything)]
+        right = max(float(np.quantile(finite, 0.985)), PRINTED["post_processing"] - base) * 1.05
+        left = min(float(np.quantile(finite, 0.005)), 0.0) - 0.03 * right
+        axes.set_xlim(left, right)
+        axes.locator_params(axis="x", nbins=5)
+        outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots are outside"
+        style.label(axes, f"{noise} noise ({outside})", "test loss minus that of θ = 1", "")
+    style.legend_below(figure, *panels, columns=2)
     return figure

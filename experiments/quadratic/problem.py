@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ VARIANTS: dict[str, str] = {
     "noiseless_preconditioner": "NOT private: ν̂ of the un-noised clipped average",
     "noiseless_scale_then_privatize": "NOT private: scale-then-privatize with the un-noised ν̂",
 }
+WITH_PUBLIC_DATA: dict[str, str] = {
+    "side_information": "post-processing with ν̂ of the gradient of public examples",
+    "adadps": "clipping, noise and steps in the space scaled by ν of public examples (momentum betas[0])",
+}
 QUANTILES = (0.1, 0.5, 0.9)
 TENSOR, RUN_ID = "theta", "quadratic"
 """Name and run of the normals: a library run with the same names and key sees those of repeat 0."""
@@ -67,6 +71,8 @@ class Quadratic:
     eps_scale: ε of scale-then-privatize; None is the library's default, twice the noise's level. The scale lies in
         (0, 1], so `clip_norm` is eps_scale times the paper's.
     seed: determines the noise key; variants with the same seed see the same normals. Nothing here is secret.
+    public_examples: how many public examples WITH_PUBLIC_DATA sees at every step.
+    public_spread: their standard deviation per coordinate; None is `spread`.
 
     >>> Quadratic(curvatures=(1.0, 0.1), batch_size=10, noise_multiplier=2.0).plan().noise_stddevs().gradient_sum
     2.0
@@ -85,6 +91,8 @@ class Quadratic:
     eps_scale: float | None = None
     repeats: int = 1000
     seed: int = 0
+    public_examples: int = 20
+    public_spread: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.curvatures or not all(0 < h < math.inf for h in self.curvatures):
@@ -154,7 +162,7 @@ class Path:
 def simulate(
     problem: Quadratic, variant: str = "scale_then_privatize", noise: StrategySpec | Strategy | None = None
 ) -> Path:
-    """Run one of VARIANTS on all repeats at once.
+    """Run one of VARIANTS or WITH_PUBLIC_DATA on all repeats at once.
 
     noise: a kind of noise such as BandedToeplitz(bands=8), or an optimized Strategy; None is independent noise.
 
@@ -166,21 +174,30 @@ def simulate(
     >>> bool(path.second_moment[-1, 1] > 10 * flat), round(float(phi), 6)
     (True, 0.0025)
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r} must be one of {', '.join(VARIANTS)}")
-    plan, rule, geometry, moment = _slots(problem, variant, noise)
+    if variant not in VARIANTS | WITH_PUBLIC_DATA:
+        raise ValueError(f"variant={variant!r} must be one of {', '.join(VARIANTS | WITH_PUBLIC_DATA)}")
+    theta = torch.tensor(problem.start, dtype=torch.float64).repeat(problem.repeats)
+    transient: dict[str, Tensor] = {}
+
+    def public() -> dict[str, Tensor]:
+        return {TENSOR: _public_gradients(problem, theta, t)}
+
+    plan, rule, geometry, moment = _slots(problem, variant, noise, public)
     batch, stddevs, row_norms = problem.batch_size, plan.noise_stddevs(), plan.strategy.row_norms()
     rows = _rows(problem, plan.strategy, "gradient") * stddevs.gradient_sum if stddevs.gradient_sum else None
     square_rows = _rows(problem, plan.square_strategy, "square") * stddevs.square if stddevs.square else None
     phi = (stddevs.gradient_sum * plan.strategy.column_norm * row_norms / batch) ** 2
     shape = (problem.repeats, len(problem.curvatures))
     curvatures = torch.tensor(problem.curvatures, dtype=torch.float64)
-    theta = torch.tensor(problem.start, dtype=torch.float64).repeat(problem.repeats)
     state: dict[str, Tensor] = {}
     seen: dict[str, list[Tensor]] = {name: [] for name in ("loss", "nu", "negative", "square", "update")}
     seen["loss"].append((theta.view(shape) ** 2 @ curvatures) / 2)
     for t in range(1, problem.steps + 1):
-        before, after = (ParameterBundle([TENSOR], [theta], state, {}, rule.defaults(), step) for step in (t - 1, t))
+        before, after = (
+            ParameterBundle([TENSOR], [theta], state, transient, rule.defaults(), step) for step in (t - 1, t)
+        )
+        if t == 1:
+            geometry.begin(before)
         scale = geometry.scale(before, rule)
         scale = torch.ones_like(theta) if scale is None else scale
         clipped = _clipped(problem, theta.view(shape), scale.view(shape), plan.clip_norm, t)
@@ -202,6 +219,7 @@ def simulate(
         seen["negative"].append((nu_hat < 0).double().view(shape).mean(0))
         seen["square"].append((average**2).view(shape).mean(0))
         seen["update"].append((update**2).view(shape).mean(0).sqrt())
+        geometry.observe(after, {TENSOR: noisy_grad})
     made = {name: torch.stack(values).numpy() for name, values in seen.items()}
     with np.errstate(invalid="ignore"):  # inf − inf, if a run diverged
         quantiles = np.quantile(made["loss"], QUANTILES, axis=1)
@@ -214,7 +232,10 @@ def simulate(
 
 
 def _slots(
-    problem: Quadratic, variant: str, noise: StrategySpec | Strategy | None
+    problem: Quadratic,
+    variant: str,
+    noise: StrategySpec | Strategy | None,
+    public: Callable[[], Mapping[str, Tensor]],
 ) -> tuple[PrivacyPlan, optim.UpdateRule, optim.Geometry, optim.SecondMoment]:
     """The library's slots of a variant."""
     if variant == "adam":
@@ -230,6 +251,11 @@ def _slots(
     plan = problem.plan(noise).with_release(release)
     if variant == "dp_sgd":
         return plan, optim.SGD(momentum=problem.betas[0]), optim.Flat(), optim.NoSecondMoment()
+    if variant == "adadps":
+        scale = optim.FromPublic(public, renew_every=1, decay=problem.betas[1])
+        return plan, optim.SGD(momentum=problem.betas[0]), scale, optim.OfScale()
+    if variant == "side_information":
+        moment = optim.OfPublicGradient(public)
     eps = optim.Adam.eps if problem.eps is None else problem.eps
     if problem.eps is None and variant in ("bias_correction", "independent_moments", "joint_moments"):
         eps = max(eps, noise_level(plan, release))
@@ -255,6 +281,15 @@ def _clipped(problem: Quadratic, theta: Tensor, scale: Tensor, clip_norm: float,
     return gradients * (clip_norm / norms).clamp(max=1.0)
 
 
+def _public_gradients(problem: Quadratic, theta: Tensor, t: int) -> Tensor:
+    """[repeats·coordinates]: the mean gradient of the public examples of step t at the current θ."""
+    spread = problem.public_spread or (problem.spread,) * len(problem.curvatures)
+    shape = (problem.repeats, problem.public_examples, len(problem.curvatures))
+    source = NormalSource.of_tensor(problem.key, TENSOR, numel=math.prod(shape), stream="public")
+    mean = source.normals(t - 1, dtype=torch.float64).view(shape).mean(1) * torch.tensor(spread, dtype=torch.float64)
+    return ((theta.view(mean.shape) - mean) * torch.tensor(problem.curvatures, dtype=torch.float64)).flatten()
+
+
 def _rows(problem: Quadratic, strategy: Strategy, stream: str) -> Tensor:
     """[steps, repeats·coordinates]: column_norm·C⁻¹z, with the normals that the optimizer would draw."""
     numel = problem.repeats * len(problem.curvatures)
@@ -269,6 +304,8 @@ _SCALED: dict[str, tuple[float, ...]] = {
     "clip_norm": (0.01, 0.03, 0.1),
     "eps_scale": (0.003, 0.01, 0.03),
 }
+_PUBLIC: dict[str, tuple[float, ...]] = {"lr": (0.03, 0.1, 0.3, 1.0), "clip_norm": _FLAT["clip_norm"]}
+_PUBLIC_SCALE: dict[str, tuple[float, ...]] = {"lr": (0.0003, 0.001, 0.003, 0.01), "clip_norm": (0.3, 1.0, 3.0, 10.0)}
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "adam": {"lr": _FLAT["lr"]},
     "dp_sgd": {"lr": (0.03, 0.1, 0.3, 1.0), "clip_norm": _FLAT["clip_norm"]},
@@ -279,6 +316,8 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     "scale_then_privatize": _SCALED,
     "noiseless_preconditioner": _FLAT,
     "noiseless_scale_then_privatize": _SCALED,
+    "side_information": _PUBLIC,
+    "adadps": _PUBLIC_SCALE,
 }
 """The settings to tune over, for the curvatures 1 and 0.01.
 

@@ -204,6 +204,13 @@ def share_above_phi(line: Line, sigma: float) -> float:
     return 1 - float(np.interp(_log_phi(line, sigma), *_spread(line)))
 
 
+def share_holding_half(line: Line) -> float:
+    """The smallest share of a run's coordinates that holds half of the sum of second moments, from bin centres."""
+    edges, below = _spread(line)
+    held = (np.diff(below) * 10 ** ((edges[1:] + edges[:-1]) / 2))[::-1]
+    return float(np.interp(held.sum() / 2, np.cumsum([0.0, *held]), 1 - below[::-1]))
+
+
 def swept(lines: Sequence[Line], kind: Column) -> list[tuple[float, float]]:
     """(clip norm over B/σ′, validation loss at the end) of the runs with this noise, by clip norm; ∞ without a loss."""
     own = [line for line in of_column(lines, kind) if line["cell"]["purpose"] == SWEEP]
@@ -341,7 +348,11 @@ def _of_moments(lines: Sequence[Line]) -> str:
         assert kind.noise_multiplier is not None
         return ", ".join(f"{100 * share_above_phi(line, kind.noise_multiplier):.2g} %" for line in own)
 
-    return _by_noise("Second moments above φ at the run's σ", lines, above)
+    def holding_half(own: list[Line], kind: Column) -> str:
+        return ", ".join(f"{100 * share_holding_half(line):.2g} %" for line in own)
+
+    half = _by_noise("Coordinates that hold half of their sum", lines, holding_half)
+    return _by_noise("Second moments above φ at the run's σ", lines, above) + " " + half
 
 
 def _of_clip_norms(lines: Sequence[Line]) -> str:

@@ -110,7 +110,7 @@ def test_missing_input_is_skipped_among_others_and_refused_alone(made, tmp_path,
     assert main(names) == 0
     captured = capsys.readouterr()
     assert "theory: skipped: no data" in captured.out
-    assert "logistic: 10 cells" in captured.out
+    assert "logistic: 12 cells" in captured.out
     assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r")]) == 2
     assert "no data in nowhere" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ def committed(name: str, **settings: object) -> results_file.Line:
 )
 def test_the_first_draws_of_the_logistic_regression(variant, noise):
     """Draws are the same however many there are."""
-    line = committed("logistic", scale="paper", setting="sparse", variant=variant, noise=noise)
+    line = committed("logistic", scale="paper", variant=variant, noise=noise)
     again = logistic_cells.compute(line["cell"] | {"draws": 2})
     for name, values in again.result.items():
         wanted = line["result"][name]

@@ -116,7 +116,7 @@ def test_every_guarantee_of_tinybert_is_that_of_its_cell():
 @pytest.mark.parametrize("name", ["logistic", "quadratic"])
 def test_every_epsilon_of_the_small_experiments_is_that_of_its_plan(name):
     private = [line for line in lines_of(experiment(name), RESULTS) if line["epsilon"] is not None]
-    assert len(private) >= 12
+    assert len(private) >= 8
     plans = {str(line["plan"]): PrivacyPlan.from_dict(line["plan"]) for line in private}
     epsilons = {text: plan.epsilon(delta=1e-5) for text, plan in plans.items()}
     for line in private:

@@ -1,11 +1,12 @@
 """The theory of private adaptive optimizers, as functions. They raise ValueError for arguments out of range."""
 
 from dpoptim.optim.out_of_memory import format_bytes
-from dpoptim.theory.adviser import Advice, Forecast, GradientSignal, advise
+from dpoptim.theory.adviser import Advice, Assumption, Forecast, GradientSignal, advise
 from dpoptim.theory.gradient_probe import measure_signal
 from dpoptim.theory.noise_choice import Alternative, Candidate, Choice, choose_noise
 from dpoptim.theory.regimes import (
     Signal,
+    averaging_gain,
     largest_dimension_bias_correction,
     largest_dimension_ime,
     largest_dimension_post_processing,
@@ -31,6 +32,7 @@ from dpoptim.theory.stability_window import (
     mean_field,
     predict,
     scale_window,
+    second_moment_ratios,
     steady_second_moment,
 )
 from dpoptim.theory.update_noise import (
@@ -49,6 +51,7 @@ from dpoptim.theory.update_noise import (
 __all__ = [
     "Advice",
     "Alternative",
+    "Assumption",
     "Candidate",
     "Choice",
     "Cost",
@@ -58,6 +61,7 @@ __all__ = [
     "SecondMomentRegime",
     "Signal",
     "advise",
+    "averaging_gain",
     "best_exponent",
     "bias_correction_update_bound",
     "choose_noise",
@@ -84,6 +88,7 @@ __all__ = [
     "scaled_noise_stddev",
     "second_moment_bias",
     "second_moment_mean",
+    "second_moment_ratios",
     "second_moment_variance",
     "smallest_batch_bias_correction",
     "smallest_batch_ime",

@@ -103,6 +103,8 @@ def test_json_holds_the_advice(capsys, advise_once):
     assert found["try"]["eps_scale"] == list(advice.window.to_try)
     assert found["try"]["eps_scale_is"] == [advice.window.place(value) for value in advice.window.to_try]
     assert found["signal"]["measured"] is False
+    assert [one["norm"] for one in found["assumptions"]] == [0.03, 0.1, 0.3]
+    assert [one["snr"] for one in found["assumptions"]] == [one.snr for one in advice.assumptions]
     assert [row["step"] for row in found["forecasts"]][-1] == 60
     assert (found["epsilon"], found["delta"], found["parameters"]) == (4.0, 1e-6, 10_000)
     for row in found["mechanisms"]:
@@ -121,13 +123,14 @@ def test_answer_comes_first_and_verbose_explains_it(capsys, monkeypatch):
     assert lines[0].startswith("Use scale_then_privatize with ")
     assert sum(-(-len(line) // 80) or 1 for line in lines) <= 24, "one screenful"
     text = " ".join(" ".join(lines).split())
-    assert "scale_then_privatize: noise adds" in text
+    assert "scale_then_privatize: for averaged gradients of 0.03 to 0.3 clip norms, noise adds" in text
     assert "gradients ASSUMED" in text
     assert "too narrow to hold a value" in text
     text = " ".join(printed(capsys, [*SMALL, "--verbose"]).split())
     for words in (
         "window of eps_scale",
         "negative by bias correction",
+        "if gradients are 0.03",
         "to try",
         "epsilon*",
         "Evidence: in the paper",

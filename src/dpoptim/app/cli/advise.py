@@ -1,8 +1,8 @@
 """Recommend a variant and the noise to train MODEL with at (epsilon, delta), and print the command that does so.
 
-Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.27 clip
-norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an empirical
-question; --verbose explains the advice and lists the evidence.
+Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.03 to 0.3
+clip norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an
+empirical question; --verbose explains the advice and lists the evidence.
 
 examples:
   dpoptim advise 4.4M --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
@@ -158,6 +158,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
         "adjacency": plan.adjacency.value,
         **fields(advice, "variant", "reason", "noise_variance", "snr", "signal_share", "scaled_share"),
         **fields(advice, "negative_fraction", "many_negative", "notes"),
+        "assumptions": [fields(one, "norm", "variant", "snr", "negative_fraction") for one in advice.assumptions],
         "forecasts": [
             {
                 **fields(forecast, "step", "noise_variance"),
@@ -267,6 +268,10 @@ def _numbers(advice: Advice) -> dict[str, str]:
         found = {f.step: getattr(f, kind) for f in advice.forecasts if f.step in steps}
         if None not in found.values():
             rows[f"negative by {name}"] = ", ".join(f"{value:.1%} at step {step:,}" for step, value in found.items())
+    for one in advice.assumptions:
+        rows[f"if gradients are {one.norm:g}"] = (
+            f"{one.variant}; squared gradient {one.snr:.3g} times phi, {one.negative_fraction:.1%} negative at the end"
+        )
     if signal.measured:
         share = f"{advice.signal_share:.3f} of it on average"
         rows["signal in an update"] = f"{share}, at most {advice.scaled_share:.3f} where scaling evens it"
@@ -373,7 +378,9 @@ def draw_advice(advice: Advice) -> Any:
     figure = new_figure(12, 5)
     negative, window = figure.subplots(1, 2)
     plan = advice.plan
-    kind = f"measured on {advice.signal.examples} public examples" if advice.signal.measured else "assumed"
+    kind = f"assumed, {advice.signal.norm:.2g} clip norms"
+    if advice.signal.measured:
+        kind = f"measured on {advice.signal.examples} public examples"
     figure.suptitle(
         f"advice: {advice.variant} with {advice.choice.chosen.name}\n"
         f"ε = {advice.epsilon:g}, δ = {advice.delta:g}; {plan.steps:,} steps of {plan.batch_size:,} from "
