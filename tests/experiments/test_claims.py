@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dpoptim.noise import BandedToeplitz, DecayedSums, Independent
+from dpoptim.noise.search.objective import workload_matrix
 from dpoptim.theory import averaging_gain, second_moment_ratios
 from experiments import results_file
 from experiments.claims import cells as claims
@@ -32,7 +33,7 @@ def committed(quantity: str, **settings: Any) -> list[results_file.Line]:
 def test_averaging_gain_by_its_definition(beta2):
     """From dense matrices, for a strategy whose columns do not have norm 1; 1 for independent noise."""
     strategy = BandedToeplitz(bands=4).optimize(steps=7)
-    workload = DecayedSums(beta=beta2, debiased=False).matrix(7)
+    workload = workload_matrix(DecayedSums(beta=beta2, debiased=False), 7)
     noise = workload @ np.linalg.inv(strategy.strategy_matrix()) * strategy.column_norm
     expected = np.linalg.norm(workload) / np.linalg.norm(noise)
     assert averaging_gain(strategy, beta2=beta2) == pytest.approx(expected)
@@ -117,7 +118,7 @@ def test_without_noise_the_pair_is_one_problem():
 def test_second_moments_step_by_step(scaled):
     """Two coordinates and three steps, written out."""
     gradient, noising = np.array([[1.0, 2.0], [0.5, 4.0], [1.0, 1.0]]), np.array([[1, 0, 0], [0.5, 1, 0], [0, 0.5, 1]])
-    given = {"clip_norm": 1.2, "noise_over_batch": 0.1, "beta2": 0.9, "seed": 5}
+    given: dict[str, Any] = {"clip_norm": 1.2, "noise_over_batch": 0.1, "beta2": 0.9, "seed": 5}
     path = simulations.second_moments(gradient, noising, scaled=scaled, **given)
     z = np.random.default_rng(5).standard_normal((3, 2))
     rows = [z[0], 0.5 * z[0] + z[1], 0.5 * z[1] + z[2]]
