@@ -55,11 +55,11 @@ def check_number(
 
 
 def _shown(value: object) -> str:
-    """The value in one line: text is marked as such, and long values are named by their type."""
+    """The value in one line: a number in quotes is marked as text, and long values are named by their type."""
     text = repr(value)
     if len(text) > 100 or "\n" in text:
         return f"a {type(value).__name__}"
-    return f"{text}, which is text" if isinstance(value, str) else text
+    return f"{text}, which is text" if isinstance(value, str) and any(map(str.isdigit, value)) else text
 
 
 def check_clip_norm(value: object) -> None:
