@@ -10,6 +10,7 @@ from typing import Any
 from dpoptim.app.comparison.intervals import mean_interval
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient
+from dpoptim.theory import Candidate
 from experiments import provenance
 from experiments.markdown import epsilon_shown, made_by, number, spread, table, thousandths
 from experiments.results_file import Line, cell_key
@@ -274,6 +275,7 @@ def markdown(lines: Sequence[Line]) -> str:
         _in_both_precisions(lines),
         _guarantees(lines),
         _claims(found),
+        _equal_errors(lines, found),
         _beyond(lines, found),
         _tuning(lines, SIZES[scale]),
         how_close(lines, SIZES[scale]),
@@ -412,6 +414,39 @@ def _claims(found: Scores) -> str:
         table(["claim of the paper; our margin (the paper's)", *(kind.label for kind in WITH_NOISE)], rows)
         + "\n\n"
         + rule
+    )
+
+
+EQUAL_ERRORS = ("independent_low", "banded")
+"""Two columns with the same root mean square error of prefix sums: the paper chose σ = .134 for that."""
+
+
+def _equal_errors(lines: Sequence[Line], found: Scores) -> str:
+    """Losses under two kinds of noise whose prefix sums have the same error, and how loud a step of each is."""
+    plans, rows = [], []
+    for name in EQUAL_ERRORS:
+        cells = [line["cell"] for line in final_lines(lines, ("scale_then_privatize", name))]
+        if not cells:
+            return ""
+        plans.append(plan_of(cells[-1]))
+    errors = [Candidate(plan=plan, parameters=1).rmse_mean for plan in plans]
+    levels = [noise_level(plan, Gradient()) for plan in plans]
+    for each in ROWS:
+        low, high = (found.get((each.name, name), {}) for name in EQUAL_ERRORS)
+        seeds = sorted(set(low) & set(high))
+        if seeds:
+            values = [mean_interval([one[seed] for seed in seeds]) for one in (low, high)]
+            apart = mean_interval([high[seed] - low[seed] for seed in seeds])
+            label = each.label + (" (NOT private)" if each.note else "")
+            rows.append((apart.mean, [label, *(spread(value) for value in values), spread(apart)]))
+    rows.sort(key=lambda row: row[0])
+    labels = [column(name).label for name in EQUAL_ERRORS]
+    return (
+        f"Equal errors of prefix sums do not mean equal losses. The root mean square error is {number(errors[0], 4)} "
+        f"({labels[0]}) and {number(errors[1], 4)} ({labels[1]}), but a step of the latter is "
+        f"{levels[1] / levels[0]:.0f} times as loud. DP-SGD only adds up what it releases. The others divide by a "
+        "second moment, which in most of them contains the noise of single steps. Learning rates are constant:\n\n"
+        + table(["test loss", *labels, "difference"], [row for _, row in rows])
     )
 
 

@@ -215,7 +215,7 @@ def test_invalid_labels_are_refused_if_they_were_requested(tmp_path):
     with pytest.raises(ValueError, match="has 2 values that are neither class names nor whole numbers"):
         read_records(path, label_column="label")
     read_records(path, label_column="label", label_names=["0.5", "nan", "1", "1.0", "a"])
-    path = write(tmp_path, "csv", {"x": list(range(40)), "label": [f"patient {number}" for number in range(40)]})
+    path = write(tmp_path, "csv", {"text": TEXTS * 8, "label": [f"patient {number}" for number in range(40)]})
     with pytest.raises(ValueError, match="has 40 different labels in 40 records; use a different column") as error:
         read_records(path, label_column="label")
     assert "patient" not in str(error.value)
