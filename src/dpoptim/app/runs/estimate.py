@@ -40,7 +40,9 @@ def estimate(setup: RunSetup) -> Estimate:
     check_alone("--dry-run")
     prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
-    of_examples = plan.replace(unit="example", records_per_user=None)  # clipped one by one, which costs as much
+    most = plan.records_per_user or 1
+    sizes = {"num_examples": plan.num_examples * most, "batch_size": plan.batch_size * most}
+    of_examples = plan.replace(unit="example", records_per_user=None, **sizes)  # clipped one by one, at the same cost
     optimizer = optimizer_of(setup.recipe, setup.model, of_examples, external_batches=True)
     parts = _parts(setup)
     before = _peak(device)
