@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -363,7 +364,7 @@ def test_a_given_signal_has_no_range(without_alternatives):
     """One that is given counts as it is, measured or not; without one, the range decides and is reported."""
     plan, parameters = plan_of(400, 200, correlated=True), 10_000
     given = GradientSignal.evenly(parameters=parameters, norm=0.3)
-    settings = {"epsilon": 8.0, "delta": DELTA, "parameters": parameters}
+    settings: dict[str, Any] = {"epsilon": 8.0, "delta": DELTA, "parameters": parameters}
     assert advise(plan, signal=given, **settings).assumptions == ()
     advice = advise(plan, **settings)
     assert [one.norm for one in advice.assumptions] == [0.03, 0.1, 0.3]
