@@ -71,7 +71,7 @@ def compute(cell: Cell) -> Outcome:
 
 def _same_gradients(cell: Cell) -> dict[str, Any]:
     given = {name: cell[name] for name in ("noise", "lr", "steps", "repeats", "seed")}
-    ratio, flat_rms, loss, error = simulations.same_gradients(
+    ratio, flat_rms, loss, error, _ = simulations.same_gradients(
         cell["variant"], private=cell["noise_from"] == "privacy", curvatures=tuple(cell["curvatures"]),
         betas=tuple(cell["betas"]), **given,
     )  # fmt: skip
@@ -91,17 +91,17 @@ def _decayed_sums(cell: Cell) -> dict[str, Any]:
     strategy = strategy_for(cell["case"], steps=steps, beta2=beta2)
     if cell["case"] == "brute force":
         best = simulations.best_gain(beta2=beta2, steps=steps)
-        predicted = theory.averaging_gain(strategy, beta2=beta2)
-        limit = simulations.gain_bound(beta2=beta2, steps=steps)
-        return {"predicted": predicted, "simulated": best, "standard_error": None, "bound": limit}
+        predicted, most = theory.averaging_gain(strategy, beta2=beta2), simulations.gain_bound(beta2=beta2, steps=steps)
+        return {"predicted": predicted, "simulated": best, "standard_error": None, "bound": most}
     square = cell["case"].startswith("square")
-    bound = None if square else simulations.gain_bound(beta2=beta2, steps=steps)
+    bound: float | None = None
     if square:
         law = {"step": steps, "beta2": beta2}
         own = theory.second_moment_variance(noise_variance=strategy.column_norm**2, strategy=strategy, **law)
         predicted = math.sqrt(theory.second_moment_variance(noise_variance=1.0, **law) / own)
     else:
         predicted = theory.averaging_gain(strategy, beta2=beta2)
+        bound = simulations.gain_bound(beta2=beta2, steps=steps)
     found = simulations.noise_ratio(
         strategy.noising_matrix() * strategy.column_norm, beta2=beta2, square=square, draws=cell["draws"],
         seed=cell["seed"],

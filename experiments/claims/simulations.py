@@ -21,6 +21,7 @@ class Pair(NamedTuple):
     flat_rms: float
     loss: float
     standard_error: float
+    second_moments: tuple[float, float]
 
 
 def same_gradients(
@@ -30,7 +31,8 @@ def same_gradients(
     """Adam on f(θ) = ½Σc_iθ_i² from (1, 1), one example x ~ N(0, V) per step, nothing clipped.
 
     If `private`, V = I, and the release is that of the variant. Else nothing is added, and V is such that the gradient
-    has the same distribution as that release has. `noise` is σ, for scale-then-privatize √φ = ζσ/B.
+    has the same distribution as that release has, for scale-then-privatize in its steady state. `noise` is σ, for
+    scale-then-privatize √φ = ζσ/B.
 
     Everything is a mean over the second half of the steps.
     """
@@ -57,7 +59,8 @@ def same_gradients(
             flat += float((theta[:, 1] ** 2).mean())
     losses, flat = losses / (steps - steps // 2), flat / (steps - steps // 2)
     error = float(losses.std(ddof=1) / math.sqrt(repeats))
-    return Pair(float(np.sqrt(moments[0] / moments[1])), math.sqrt(flat), float(losses.mean()), error)
+    steep, level = (float(x) for x in moments / (steps - steps // 2))
+    return Pair(math.sqrt(steep / level), math.sqrt(flat), float(losses.mean()), error, (steep, level))
 
 
 def decayed_sums(*, beta2: float, steps: int) -> Matrix:

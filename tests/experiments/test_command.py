@@ -27,12 +27,13 @@ def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     assert main(["theory", "--scale", "smoke", "--out", str(out)]) == 0
     assert main(["logistic", "--scale", "smoke", "--out", str(out)]) == 0
+    assert main(["claims", "--scale", "smoke", "--out", str(out)]) == 0
     assert main(["quadratic", "--scale", "smoke", "--only", "spread=1.0", "--out", str(out)]) == 0
     return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
+@pytest.mark.parametrize("name", ["logistic", "quadratic", "claims", "theory"])
 def test_makes_lines_tables_and_pictures(made, name):
     lines = results_file.read(made / f"{name}.jsonl").lines
     assert {line["experiment"] for line in lines} == {name}

@@ -137,7 +137,8 @@ def test_losses_at_equal_errors_of_prefix_sums():
     ]
     plans = [plan_of(cell | {"steps": 2000, "batch_size": 2048}) for cell in cells]
     low, high = (
-        (plan.noise_multiplier or 0.0) * plan.strategy.mean_error() * plan.strategy.column_norm / 2048 for plan in plans
+        plan.noise_stddevs().gradient_sum * plan.strategy.mean_error() * plan.strategy.column_norm / 2048
+        for plan in plans
     )
     assert high == pytest.approx(low, rel=5e-3)
     text = report._equal_errors(lines, scores(lines))
