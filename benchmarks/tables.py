@@ -28,6 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +362,8 @@ def main() -> None:
     else:
         if missing := missing_packages(PACKAGES):
             parser.exit(1, f"{parser.prog} needs {with_pip([PACKAGES[name] for name in missing])}\n")
-        record = {**setting("cpu"), "tasks": {}}
+        record = {**setting("cpu", options.commit), "tasks": {}}
+        record["versions"] |= {name: version(name) for name in PACKAGES.values()}
         measure(options, record)
     print(markdown(record))
     if options.json:
