@@ -100,6 +100,7 @@ def main() -> None:
         accelerator.unwrap_model(model).save_pretrained(options.output_dir, state_dict=weights)
         tokenizer.save_pretrained(options.output_dir)
         print(plan.statement())
+    accelerator.end_training()  # all processes leave together
 
 
 if __name__ == "__main__":

@@ -264,6 +264,9 @@ def noisy_until_fault(folder: str) -> None:
     noisy(folder)
 
 
+COLUMNS = {"a": {"low": 0, "high": 6}, "b": {"low": 0, "high": 4}}
+
+
 def _table(folder: str) -> str:
     """Write a file of 80 records in process 0."""
     data = Path(folder, "table.csv")
@@ -278,6 +281,7 @@ def stopped(folder: str, what: str, *more: str) -> None:
     _fix_keys()
     own = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50", "--steps", "6"]
     own += ["--batch-size", "16", "--device", "cpu", "--sampling", "poisson", "--checkpoint-every", "100"]
+    own += ["--columns", "a=0:6", "b=0:4"]
     _fail_in_third_step(what, folder)
     run = str(Path(folder, "run"))
     status = main(["train", *(("--resume", run) if Path(run).exists() else (*own, "--run-dir", run)), *more])
@@ -288,8 +292,10 @@ def stopped(folder: str, what: str, *more: str) -> None:
 def in_one_process(folder: str) -> dict[str, str]:
     """The errors of what does not run in several processes."""
     recipe = ["--model", "mlp", "--data", _table(folder), "--label-column", "label", "--epsilon", "50"]
+    recipe += ["--columns", "a=0:6", "b=0:4"]
     (file := Path(folder, f"{os.environ['RANK']}.toml")).write_text(
         f'model = "mlp"\ndata = "{_table(folder)}"\nlabel_column = "label"\nepsilon = 50.0\n'
+        "[columns]\na = {low = 0, high = 6}\nb = {low = 0, high = 4}\n"
     )
     plan = ["--epsilon", "3", "--delta", "1e-5", "--steps", "10", "--batch-size", "10", "--num-examples", "100"]
     commands = {
@@ -321,7 +327,7 @@ def command(folder: str) -> dict[str, Any]:
     """`dpoptim train` without a pause, and stopped after three of six steps and resumed."""
     _fix_keys()
     recipe = Recipe(
-        model="mlp", data=_table(folder), label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
+        model="mlp", data=_table(folder), columns=COLUMNS, label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
         sampling="poisson", noise="independent", checkpoint_every=100, micro_batch_size=4,
     )  # fmt: skip
     whole, paused = Path(folder, "whole"), Path(folder, "paused")
