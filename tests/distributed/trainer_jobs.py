@@ -327,8 +327,8 @@ def command(folder: str) -> dict[str, Any]:
     """`dpoptim train` without a pause, and stopped after three of six steps and resumed."""
     _fix_keys()
     recipe = Recipe(
-        model="mlp", data=_table(folder), columns=COLUMNS, label_column="label", epsilon=50.0, steps=6, batch_size=16, device="cpu",
-        sampling="poisson", noise="independent", checkpoint_every=100, micro_batch_size=4,
+        model="mlp", data=_table(folder), columns=COLUMNS, label_column="label", epsilon=50.0, steps=6,
+        batch_size=16, device="cpu", sampling="poisson", noise="independent", checkpoint_every=100, micro_batch_size=4,
     )  # fmt: skip
     whole, paused = Path(folder, "whole"), Path(folder, "paused")
     first = app.train(recipe, whole)
