@@ -7,10 +7,11 @@
     python benchmarks/trainer.py --only 8B --append --json FILE   # add cases to results of the same commit and machine
     python benchmarks/trainer.py --from FILE --write FILE    # redo the tables of earlier results
 
-Cases named "trainer" run the same model, data and TrainingArguments, with bf16 and otherwise the defaults, in two ways:
+Cases named "trainer" run the same model, data and TrainingArguments, with bf16 and otherwise the defaults:
 
     stock         transformers.Trainer
-    private       PrivateTrainer with PrivacyArguments(noise_multiplier=1.0, sampling="poisson")
+    private       PrivateTrainer with PrivacyArguments(epsilon=8), which usually chooses correlated noise
+    independent   the same with noise="independent" and sampling="poisson"
 
 Sizes are per_device_train_batch_size x gradient_accumulation_steps x tokens. The weights are random, and the texts are
 made up and have equal lengths. Nothing is saved, and the progress bar is off.
@@ -71,8 +72,13 @@ from rich.table import Table
 from steps import first_words, peaks, ran, timed
 from torch import nn
 
-TRAINERS, LOOPS = ("stock", "private"), ("plain", "off", "flat", "scaled", "captured flat", "captured")
-RATIOS = (("private", "stock"), *((way, "off") for way in LOOPS[2:]), ("scaled", "plain"), ("captured", "plain"))
+TRAINERS, LOOPS = ("stock", "private", "independent"), ("plain", "off", "flat", "scaled", "captured flat", "captured")
+RATIOS = (
+    *((way, "stock") for way in TRAINERS[1:]),
+    *((way, "off") for way in LOOPS[2:]),
+    ("scaled", "plain"),
+    ("captured", "plain"),
+)
 TRAININGS = 2  # of each trainer
 GROUPS = {  # of host time: the packages whose files count for them
     "dpoptim": ("dpoptim",),
@@ -266,7 +272,8 @@ def train(
         if way == "stock":
             trainer = Trainer(**given)
         else:
-            trainer = PrivateTrainer(**given, privacy=PrivacyArguments(noise_multiplier=1.0, sampling="poisson"))
+            chosen = {"noise": "independent", "sampling": "poisson"} if way == "independent" else {}
+            trainer = PrivateTrainer(**given, privacy=PrivacyArguments(epsilon=8.0, **chosen))
         trainer.remove_callback(PrinterCallback)
         before_train()
         called = time.perf_counter()
