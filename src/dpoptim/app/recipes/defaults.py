@@ -86,7 +86,9 @@ def default_learning_rate(recipe: Recipe) -> float:
     if recipe.variant == "dp_sgd":  # its step is as long as the gradient
         return tables.SGD_LEARNING_RATE if recipe.model in TABULAR_MODELS else 1.0
     if recipe.model in TABULAR_MODELS:
-        return tables.LEARNING_RATES[recipe.model]
+        is_chosen = recipe.noise != "auto" or recipe.epsilon is not None  # without epsilon, "auto" is independent
+        noise = recipe.noise if is_chosen else "independent"
+        return tables.learning_rate_for(recipe.model, noise=noise, sampling=recipe.sampling)
     if recipe.model in BUILT_IN:
         return 1e-2
     return 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
