@@ -272,6 +272,12 @@ def test_predict_needs_the_columns_of_the_run(runs, tmp_path, capsys):
 OPEN = {"age": "estimate-range", "ward": "estimate-categories", "dose": {"center": 10, "scale": 5}}
 
 
+def test_the_classes_of_the_label_cannot_be_estimated(tmp_path):
+    recipe = recipe_for(tmp_path, columns={**OPEN, "outcome": "estimate-categories"})
+    with pytest.raises(ValueError, match=r"columns\.outcome is the label, whose classes cannot be estimated"):
+        prepare_run(recipe)
+
+
 def test_estimates_are_part_of_plan_statement_and_recipe(tmp_path):
     recipe = recipe_for(tmp_path, columns=OPEN, epsilon=20.0, columns_epsilon=15.0)
     train(recipe, tmp_path / "run", progress=StopAfter(2))

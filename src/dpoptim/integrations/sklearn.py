@@ -57,7 +57,7 @@ class _DPEstimator(_Estimator):
         learning_rate: float | None = None,
         clip_norm: float | None = None,
         noise: str = "auto",
-        sampling: str = "auto",
+        sampling: str = "shuffled",
         adjacency: str = "zero_out",
         random_state: Any = None,
     ) -> None:
@@ -114,7 +114,7 @@ class _DPEstimator(_Estimator):
         self, X: NDArray[np.float64], targets: Tensor, outputs: int, losses: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Make the plan and the model, and train it privately."""
-        check_choice("model", self.model, tables.LEARNING_RATES)
+        check_choice("model", self.model, tables.MODELS)
         check_number("epsilon", self.epsilon, above=0)
         check_choice("adjacency", self.adjacency, ("zero_out", "replace"))  # add-remove hides the number of examples
         features, count = self._features(X), len(X)
@@ -130,7 +130,8 @@ class _DPEstimator(_Estimator):
             sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
             delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
         )  # fmt: skip
-        key, rate = NoiseKey.generate(), self.learning_rate or tables.LEARNING_RATES[self.model]
+        rate = self.learning_rate or tables.learning_rate_for(self.model, noise=self.noise, sampling=self.sampling)
+        key = NoiseKey.generate()
         optimizer = make_optimizer(
             "scale_then_privatize", model, plan, learning_rate=rate, betas=(0.9, 0.999), eps=None, eps_scale=None,
             weight_decay=0.0, key=key,
@@ -173,7 +174,7 @@ class DPClassifier(_Classifier, _DPEstimator):
         width: The hidden units of "mlp".
         epochs: The passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
-        learning_rate: The largest learning rate. Defaults to 0.03 for "mlp" and 0.1 for "linear".
+        learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 for "mlp" with independent noise.
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
         sampling: How batches are drawn, as in `dpoptim train`.
@@ -188,8 +189,9 @@ class DPClassifier(_Classifier, _DPEstimator):
     Guarantee: a fitted estimator satisfies `statement()`, if the bounds and the classes are public.
 
     >>> X = np.random.default_rng(0).normal(size=(500, 2))
-    >>> fitted = DPClassifier(epsilon=8.0, bounds=(-3, 3), model="linear", noise="independent").fit(X, X[:, 0] > 0)
-    >>> fitted.score(X, X[:, 0] > 0) > 0.9
+    >>> y = X[:, 0] > 0
+    >>> fitted = DPClassifier(epsilon=8.0, bounds=(-3, 3), model="linear", sampling="poisson", noise="independent")
+    >>> fitted.fit(X[:400], y[:400]).score(X[400:], y[400:]) > 0.8
     True
     >>> print(fitted.statement().splitlines()[0])
     Differentially private: epsilon = 8.0000 at delta = 0.0001
@@ -236,8 +238,10 @@ class DPRegressor(_Regressor, _DPEstimator):
     Guarantee: a fitted estimator satisfies `statement()`, if all bounds are public.
 
     >>> X = np.random.default_rng(0).normal(size=(500, 2))
-    >>> model = DPRegressor(epsilon=8.0, bounds=(-3, 3), target_bounds=(-5, 5), model="linear", noise="independent")
-    >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.8
+    >>> own = dict(bounds=(-3, 3), target_bounds=(-5, 5), model="linear", sampling="poisson", noise="independent")
+    >>> model = DPRegressor(epsilon=8.0, **own)
+    >>> y = X[:, 0] - X[:, 1]
+    >>> model.fit(X[:400], y[:400]).score(X[400:], y[400:]) > 0.7
     True
     """
 
@@ -255,7 +259,7 @@ class DPRegressor(_Regressor, _DPEstimator):
         learning_rate: float | None = None,
         clip_norm: float | None = None,
         noise: str = "auto",
-        sampling: str = "auto",
+        sampling: str = "shuffled",
         adjacency: str = "zero_out",
         random_state: Any = None,
     ) -> None:

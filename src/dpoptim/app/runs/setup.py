@@ -16,7 +16,7 @@ from dpoptim.app.data.estimates import counts_for, estimated, open_columns, with
 from dpoptim.app.data.records import RecordKind, Records, read_columns, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
-from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
+from dpoptim.app.recipes.columns import ESTIMATE_CATEGORIES, ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.report_to import check_installed
@@ -189,6 +189,8 @@ def _with_estimates(
         return recipe, None, notes
     if recipe.user_column is not None:
         raise ValueError(f"columns.{names[0]} cannot be estimated for users, only for records; declare it")
+    if (label := label_of(recipe)) in names and column_of(label, declared[label]) == ESTIMATE_CATEGORIES:
+        raise ValueError(f"columns.{label} is the label, whose classes cannot be estimated; declare them")
     columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
     for name in names:
         if name not in columns:
