@@ -76,7 +76,7 @@ class ColumnCounts:
             f"noisy counts of the values of {self.columns} columns, released {self.releases} times; standard deviation "
             f"{self.stddev:.6g}, L2 sensitivity {self.shift(adjacency) * self.stddev:.6g}; undeclared values are "
             f"reported above {self.threshold:.6g}, which adds {self.exposed_delta(adjacency):.3g} to delta. "
-            "Composed with the training"
+            "The epsilon above includes them"
         )
 
     def _exposures(self, adjacency: Adjacency) -> int:
