@@ -112,7 +112,7 @@ def test_processes_share_out_whole_users():
         (True, "record 3 has a bool"),
         (1.5, "record 3 has a float"),
         (b"x", "record 3 has a bytes"),
-        (4, "record 3 has a user's id of type int, and earlier ones are of type str"),
+        (4, "record 3 has a user id of type int, and earlier ones are of type str"),
     ],
 )
 def test_ids_that_name_nobody_are_refused(bad, message):
@@ -168,7 +168,7 @@ def test_a_state_with_other_ids_is_refused():
     state = loader(plan()).state_dict()
     loader(plan()).load_state_dict(state)
     swapped = [*IDS[:-2], IDS[-1], IDS[-2]]
-    with pytest.raises(ValueError, match="other ids of users"):
+    with pytest.raises(ValueError, match="different user ids"):
         loader(plan(), users=swapped).load_state_dict(state)
     of_examples = plan(unit="example", records_per_user=None, num_examples=len(IDS))
     assert "users" not in loader(of_examples, users=None).state_dict()

@@ -1,6 +1,6 @@
 """Whose record is whose: the ids of users, the records that a user adds to a step, and parts that split no user.
 
-A user is a person, or whatever else shall be protected as a whole. The guarantee covers all records with the same id,
+A user is a person, or anything else that is protected as a whole. The guarantee covers all records with the same id,
 so one person with two ids is two users.
 """
 
@@ -90,10 +90,10 @@ def cut_by_user(
     max_tokens: int | None = None,
     bucket: int = 64,
 ) -> list[list[Integers]]:
-    """Share out the users of a step, each with the records `chosen`, to parts within the limits.
+    """Divide the users of a step into parts within the limits; `chosen` has the records of each user.
 
-    Users of similar length, then of similarly many records, are together. No user is split: one that is above a limit
-    is a part by itself.
+    Users are sorted by length, then by their number of records. No user is split: one that is above a limit is a part
+    by itself.
     """
     widths = [1 if lengths is None else int(rounded_up(lengths[own].max(), bucket)) for own in chosen]
     parts: list[list[Integers]] = []
@@ -158,13 +158,13 @@ def _checked(ids: Sequence[Any]) -> list[str | int]:
         is_missing = own is None or (isinstance(own, float) and math.isnan(own))
         if is_missing or (isinstance(own, str) and not own.strip()):
             shown = "None" if own is None else "NaN" if isinstance(own, float) else "an empty string"
-            raise ValueError(f"record {place} has {shown} in place of its user's id. Give every record a user's id.")
+            raise ValueError(f"record {place} has {shown} in place of a user id. Give every record a user id.")
         if isinstance(own, bool) or not isinstance(own, str | int):
             kind = type(own).__name__
-            raise ValueError(f"record {place} has a {kind} in place of its user's id. Give strings or integers.")
+            raise ValueError(f"record {place} has a {kind} in place of a user id. Give strings or integers.")
         if found and isinstance(own, str) != isinstance(found[0], str):
             raise ValueError(
-                f"record {place} has a user's id of type {type(own).__name__}, and earlier ones are of type "
+                f"record {place} has a user id of type {type(own).__name__}, and earlier ones are of type "
                 f"{type(found[0]).__name__}. Give strings only or integers only: 1 and '1' would be two users."
             )
         found.append(own)

@@ -3,9 +3,9 @@
     classifier = DPClassifier(epsilon=3.0, bounds=(low, high)).fit(X, y)
     print(classifier.score(X_test, y_test), classifier.statement())
 
-Bounds are public, and required: there is no default that reads them from the data with a warning, because warnings are
-hidden in notebooks and pipelines, and the guarantee would be void. In front of the estimator, use only transformers
-that learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
+Bounds must be public, and are required. By default they are not read from the data, not even with a warning: that would
+void the guarantee, and notebooks and pipelines hide warnings. In front of the estimator, use only transformers that
+learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS_AT_ONCE = 1024
 
 
 class _DPEstimator(_Estimator):
-    """What both estimators share. Each `fit` is a run of its own: ε adds up over fits on the same data."""
+    """What both estimators share. Each `fit` is a separate run: ε adds up over fits on the same data."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _DPEstimator(_Estimator):
         _validation.check_is_fitted(self)
         plan: PrivacyPlan = self.plan_
         public = "The bounds of columns and targets and the names of classes are public."
-        return f"{plan.statement()}\n  - {public}\n  - Each fit on these records is a run of its own, whose ε adds up."
+        return f"{plan.statement()}\n  - {public}\n  - Each fit on these records is a separate run, and their ε add up."
 
     def _features(self, X: NDArray[np.float64]) -> Tensor:
         """Each row by itself: columns scaled from their bounds to [−2, 2], with one more column for missing values."""
@@ -166,18 +166,18 @@ class DPClassifier(_Classifier, _DPEstimator):
     """A private classifier with the conventions of scikit-learn.
 
     Args:
-        epsilon: ε of a fit.
-        delta: δ. Defaults to a power of ten, at most 1/(10·examples).
+        epsilon: ε of one fit.
+        delta: δ of one fit. Defaults to a power of ten, at most 1/(10·examples).
         bounds: The public range of the columns, (low, high): two numbers, or two lists with one per column. Values
             outside count as the nearest bound. NaN counts as missing.
         model: "mlp", with one hidden layer, or "linear", for logistic regression.
         width: The hidden units of "mlp".
-        epochs: The passes over the data.
+        epochs: The number of passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
         learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 for "mlp" with independent noise.
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
-        sampling: How batches are drawn, as in `dpoptim train`.
+        sampling: As in `dpoptim train`, but "auto" by default: batches are secret if the noise has a proof for it.
         adjacency: "zero_out" or "replace": which datasets are neighbours. The number of examples is public.
         random_state: The seed of the starting weights. Noise and batches are secret and never repeat.
 
@@ -230,7 +230,7 @@ class DPClassifier(_Classifier, _DPEstimator):
 class DPRegressor(_Regressor, _DPEstimator):
     """A private regressor with the conventions of scikit-learn.
 
-    The arguments are those of `DPClassifier`, and one more:
+    It takes the arguments of `DPClassifier`, and one more:
 
     Args:
         target_bounds: The public range of y, (low, high); values outside count as the nearest bound.

@@ -1,7 +1,7 @@
 """Models and default settings for tables, shared by `dpoptim train` and the scikit-learn estimators.
 
-benchmarks/tables.py measures the defaults. A clip norm above most gradient norms matters most: with a small one, every
-row pushes equally hard however well it is predicted, so probabilities become too extreme and the loss rises again.
+benchmarks/tables.py measures the defaults. The clip norm matters most. If it is below most gradient norms, every row
+pushes equally hard, however well it is predicted. Then probabilities become too extreme, and the loss rises again.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def learning_rate_for(model: str, *, noise: str, sampling: str) -> float:
 
 
 def batch_size_for(num_examples: int) -> int:
-    """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, and an epoch should have eight."""
+    """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, but an epoch should have eight."""
     return min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
 
 
 def steps_for(num_examples: int, batch_size: int, *, epochs: float = EPOCHS) -> int:
-    """The steps of so many epochs."""
+    """The number of steps in this many epochs."""
     return steps_of(epochs, num_examples, batch_size)
 
 
