@@ -143,7 +143,7 @@ def test_defaults_of_tables_follow_the_model():
         one = with_defaults(recipe, task=Task.TABULAR_REGRESSION, num_examples=1000, device=torch.device("cpu"))
         assert one.learning_rate == 0.03
     text = with_defaults(made(model="gpt2"), task=Task.CAUSAL_LM, num_examples=1000, device=torch.device("cpu"))
-    assert (text.learning_rate, text.clip_norm, text.steps) == (5e-4, 0.1, 157)
+    assert (text.learning_rate, text.clip_norm, text.steps) == (2e-3, 0.1, 157)
 
 
 def test_defaults_are_idempotent():

@@ -23,7 +23,7 @@ from torch.utils.data import StackDataset
 from dpoptim.arguments import check_choice, check_number, default_delta
 from dpoptim.data import private_loader
 from dpoptim.integrations import tables
-from dpoptim.integrations.named_settings import make_optimizer, make_plan
+from dpoptim.integrations.named_settings import has_correlated_noise, make_optimizer, make_plan
 from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -130,7 +130,8 @@ class _DPEstimator(_Estimator):
             sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
             delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
         )  # fmt: skip
-        rate = self.learning_rate or tables.learning_rate_for(self.model, noise=self.noise, sampling=self.sampling)
+        is_correlated = has_correlated_noise(self.noise, self.sampling)
+        rate = self.learning_rate or tables.learning_rate_for(self.model, is_correlated=is_correlated)
         key = NoiseKey.generate()
         optimizer = make_optimizer(
             "scale_then_privatize", model, plan, learning_rate=rate, betas=(0.9, 0.999), eps=None, eps_scale=None,

@@ -35,13 +35,8 @@ def table_model(name: str, *, columns: int, outputs: int, width: int | None = No
     return MLP(columns=columns, outputs=outputs, width=width or WIDTH)
 
 
-def learning_rate_for(model: str, *, noise: str, sampling: str) -> float:
-    """0.1, but 0.03 for "mlp" if the noise of the steps is independent or nearly so.
-
-    Adam divides by the noise of a step. Correlated noise is larger in each step and cancels over several, so it allows
-    a larger learning rate.
-    """
-    is_correlated = sampling == "shuffled" and noise != "independent"
+def learning_rate_for(model: str, *, is_correlated: bool) -> float:
+    """0.1, but 0.03 for "mlp" without strongly correlated noise."""
     return 0.1 if is_correlated or model == "linear" else 0.03
 
 
