@@ -154,7 +154,7 @@ numbers-scaled-by-the-data: Columns are centred by their mean over all records.
 
 estimator-scaled-by-the-data: The scikit-learn estimators center the columns by their mean.
     in integrations/sklearn.py, found by integrations/test_sklearn.py -k by_itself
-    - scaled = np.clip((X - (low + high) / 2)
+    - scaled = np.clip((X - center)
     + scaled = np.clip((X - np.nanmean(X, axis=0))
 
 # the mechanism
