@@ -105,8 +105,8 @@ def test_processes_share_out_whole_users():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (None, "record 3 has None in place"),
-        (float("nan"), "record 3 has NaN in place"),
+        (None, "record 3 has a NoneType in place"),
+        (float("nan"), "record 3 has a float in place"),
         ("", "record 3 has an empty string"),
         ("  ", "record 3 has an empty string"),
         (True, "record 3 has a bool"),
