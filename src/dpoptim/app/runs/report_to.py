@@ -25,17 +25,7 @@ _DESCRIPTION = (
 
 def copies_of(targets: tuple[str, ...], run: Path) -> list[Copy]:
     """Open a copy of a run's log for each target: "tensorboard" or "wandb"."""
-    makers: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-    }
-    return [makers[target](run) for target in targets]
-
-
-def check_installed(targets: tuple[str, ...]) -> None:
-    """Raise a ValueError with the command that installs what a target needs."""
-    for target in targets:
-        require(target, f"report_to={target!r}")
+    return [TensorBoard(run) if target == "tensorboard" else WeightsAndBiases(run) for target in targets]
 
 
 def private_numbers(entry: dict[str, Any]) -> dict[str, float]:

@@ -19,7 +19,6 @@ from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_
 from dpoptim.app.recipes.columns import ESTIMATE_CATEGORIES, ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs.report_to import check_installed
 from dpoptim.arguments import default_delta
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
@@ -27,7 +26,7 @@ from dpoptim.data.processes import Processes
 from dpoptim.data.users import UserRecords
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.optional import first_line, require
 from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
@@ -97,7 +96,8 @@ def prepare_run(
     device = chosen_device(recipe.device)
     if device.type == "cpu":
         keep_freed_memory()
-    check_installed(recipe.report_to)
+    for target in recipe.report_to:
+        require(target, f"report_to={target!r}")
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = task_of(recipe)
