@@ -143,7 +143,7 @@ counts-of-one-column: The counts of several columns cost as much as those of one
     + return self.releases * adjacency.sensitivity_factor
 
 estimates-see-held-out-rows: Estimates also count the rows that are held out.
-    in app/runs/setup.py, found by app/test_tables.py -k held_out
+    in app/data/estimates.py, found by app/test_tables.py -k held_out
     - for place in places.tolist()] for name in names}
     + for place in range(everyone)] for name in names}
 

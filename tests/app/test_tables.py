@@ -21,7 +21,6 @@ from dpoptim.app.data.readers import record_number
 from dpoptim.app.data.tables import encode_table, is_missing
 from dpoptim.app.recipes.columns import Categories, Number, column_of
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs import setup as run_setup
 from dpoptim.app.runs.predict import predict
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.privacy import PrivacyPlan
@@ -317,8 +316,8 @@ def test_held_out_records_are_not_counted(tmp_path, monkeypatch):
 
 
 def test_a_dry_run_looks_at_no_value(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_setup, "estimated", None)
-    found = prepare_run(recipe_for(tmp_path, columns=OPEN), looks=False)
+    monkeypatch.setattr(estimates, "estimated", None)
+    found = prepare_run(recipe_for(tmp_path, columns=OPEN), estimate_columns=False)
     assert found.plan.counts is not None
     assert any("a dry run does not estimate age, ward" in note for note in found.notes)
 

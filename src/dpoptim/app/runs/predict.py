@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from dpoptim.app.data.records import RecordKind, read_columns
 from dpoptim.app.data.tables import encode_table, unscaled
 from dpoptim.app.recipes.columns import ALL_OTHERS, Number, chosen_columns, column_of
+from dpoptim.app.recipes.defaults import label_of
 from dpoptim.app.recipes.recipe import read_recipe
 from dpoptim.app.runs.run import load_trained
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.setup import label_of
 from dpoptim.integrations.losses import Task
 
 _ROWS_AT_ONCE = 65_536
