@@ -126,10 +126,14 @@ def test_a_row_is_encoded_by_itself(rows):
 
 
 def test_the_seed_decides_weights_but_not_noise(rows):
-    X, y = rows
-    first, second = (made(random_state=0, epochs=1).fit(X, y) for _ in range(2))
-    weights = [torch.cat([p.flatten() for p in one.model_.parameters()]) for one in (first, second)]
-    assert not torch.equal(*weights)
+    def weights(seed: int, *, learning_rate: float) -> torch.Tensor:
+        fitted = made(random_state=seed, epochs=1, learning_rate=learning_rate).fit(*rows)
+        return torch.cat([p.detach().flatten() for p in fitted.model_.parameters()])
+
+    start = weights(0, learning_rate=1e-12)
+    torch.testing.assert_close(weights(0, learning_rate=1e-12), start)
+    assert not torch.allclose(weights(1, learning_rate=1e-12), start)
+    assert not torch.allclose(weights(0, learning_rate=0.1), weights(0, learning_rate=0.1))
 
 
 def test_it_works_with_clone_pickle_pipelines_and_cross_validation(rows):
