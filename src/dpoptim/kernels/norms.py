@@ -56,7 +56,7 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
     if on_gpu(*grads, *given):
         return kernels.many_triton.many_squares(grads, scales)
-    found = None if scales is None else norms_c.many_squares(grads, scales)
+    found = norms_c.many_squares(grads, scales)
     if found is not None:
         return found
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
