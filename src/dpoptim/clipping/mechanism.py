@@ -2,7 +2,7 @@
 
 Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t). The plan gives std, the plan's strategy and the key give C⁻¹z,
 and s_t depends on earlier releases. A second moment has a separate noise stream, with its own strategy if the plan has
-one.
+one. An adaptive clip norm multiplies std by `clip_factor`, and the count that it follows is released with the gradient.
 
 Guarantee: The sequence of releases satisfies `plan.epsilon(delta=...)` as stated by `plan.statement()`, if batches are
 drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
@@ -29,7 +29,14 @@ from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.kernels.norm_methods import Explanation
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
-from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
+from dpoptim.privacy import (
+    AdaptiveClipNorm,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    PrivacyPlan,
+    Release,
+)
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
 
 
@@ -80,6 +87,7 @@ class PrivateMechanism:
             warnings.warn(line, stacklevel=2)
         self.key, run_id = self.processes.shared_run("optimizer", key, run_id)
         self.step = 0
+        self.clip_factor = 1.0  # this step's clip norm over the plan's; a function of released values
         self.noise_memory = noise_memory
         strategies = {"gradient": self.plan.strategy}
         if self.plan.noise_stddevs().square:
@@ -95,6 +103,7 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
             shards=self.shards,
             by_user=plan.unit == "user",
+            rule=self.plan.clipping,
         )
         self._sums.engine.attach()
         self._own_processes = f"{self.processes.count}{'' if self.shards is None else ' with sharded parameters'}"
@@ -143,6 +152,10 @@ class PrivateMechanism:
                 kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
                 rows = strategy.stream(key, parts, stream=stream, memory=self.noise_memory, **kind)
                 self._noise[stream].append(rows)
+        self._count_noise: NoiseStream | None = None
+        if isinstance(self.plan.clipping, AdaptiveClipNorm):
+            part = [TensorPart(name="count", numel=1)]
+            self._count_noise = self._strategies["gradient"].stream(key, part, stream="count", dtype=torch.float64)
 
     @property
     def noise_memory_bytes(self) -> int:
@@ -154,6 +167,7 @@ class PrivateMechanism:
         return {
             "run_id": self.run_id,
             "step": self.step,
+            "clip_factor": self.clip_factor,
             "processes": self._last_processes,
             "loader_key_fingerprint": self.loader_key_fingerprint,
             "noise_bits": self.noise_memory.bits,
@@ -186,6 +200,7 @@ class PrivateMechanism:
         self._has_loader = False
         batch_handshake.bind(self._drawn_for, self)
         self.step = step
+        self._set_clip_factor(float(state["clip_factor"]))
         self._set_strategies(strategies)
         self._begin_run(run_id)
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
@@ -322,36 +337,53 @@ class PrivateMechanism:
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         try:
-            sums, square_sums = self._sums.take()
+            sums, square_sums, clipped = self._sums.take()
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
         if self.shards is None:
             self.processes.add_up([*sums.vectors, *(square_sums.vectors if square_sums is not None else ())])
+        if self._sums.is_adaptive:
+            self.processes.add_up([clipped])
         self._report_nonfinite()
         squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_the_average else None
-        content = None if self.shards is None else self._content(sums, square_sums, bound)
+        content = None if self.shards is None else self._content(sums, square_sums, bound, clipped)
 
         def record() -> None:
             if self.before_step is not None:
-                self.before_step(self.step, content or self._content(sums, square_sums, bound))
+                self.before_step(self.step, content or self._content(sums, square_sums, bound, clipped))
             elif (last := self._last_processes) != (now := self._own_processes):
                 raise ValueError(f"Expected processes={last}, got {now}. To change them, use the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
+        stddev = self._stddevs["gradient"] * self.clip_factor * float(self._row_norms[self.step]) / self.plan.batch_size
+        self._adapt_clip_norm(clipped)
         self.step += 1
         self._last_processes = self._own_processes
-        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
-    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
+    def _adapt_clip_norm(self, clipped: Tensor) -> None:
+        """Release the share of clipped examples, with noise, and let the next clip norm follow it."""
+        rule = self.plan.clipping
+        if not isinstance(rule, AdaptiveClipNorm) or self._count_noise is None:
+            return
+        weight = rule.count_weight * self.plan.clip_norm
+        noisy = weight * float(clipped) + self._stddevs["gradient"] * float(self._count_noise.row(self.step))
+        self._set_clip_factor(rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size)))
+
+    def _set_clip_factor(self, factor: float) -> None:
+        self.clip_factor, self._sums.clip_norm = factor, self.plan.clip_norm * factor
+
+    def _content(
+        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None, clipped: Tensor
+    ) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""
-        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
+        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ()), clipped.view(1)]
         own, settings = self._describe_scale(sums.names)
         levels = sorted(self._stddevs.items())
-        header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} "
+        header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} {self.clip_factor!r} "
         content = header.encode() + checksums([*vectors, *own])
         return content if self.shards is None else b"".join(self.processes.gathered(content))
 
@@ -373,7 +405,8 @@ class PrivateMechanism:
             return 0
         vectors, settings = self._describe_scale(group_parameters(self._sums.parameters))
         vectors = vectors if self.shards is None else []  # each process has its own rows of one scale
-        digest = blake2b(repr(settings).encode() + checksums(vectors), digest_size=7).digest()
+        known = repr((self.clip_factor, settings)).encode()
+        digest = blake2b(known + checksums(vectors), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
     def _report_nonfinite(self) -> None:
@@ -415,7 +448,7 @@ class PrivateMechanism:
 
     def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None, divisor: float) -> None:
         """Add stddev·(this step's noise) / scale to `to` and divide by `divisor`, in place."""
-        stddev = self._stddevs[stream]
+        stddev = self._stddevs[stream] * self.clip_factor
         if stddev == 0:
             for vector in to.vectors:
                 vector /= divisor

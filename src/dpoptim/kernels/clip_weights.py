@@ -19,16 +19,23 @@ class ClipResult(NamedTuple):
 
 
 def clip_weights(
-    squared: Tensor, min_trusted_norm: Tensor | None, *, clip_norm: float, factor: float | Tensor, dtype: torch.dtype
+    squared: Tensor,
+    min_trusted_norm: Tensor | None,
+    *,
+    clip_norm: float | Tensor,
+    factor: float | Tensor,
+    dtype: torch.dtype,
+    stability: float | None = None,
 ) -> ClipResult:
     """Turn squared norms, float64 [examples], into clip weights c_j = min(1, clip_norm / norm); c_j = 1 for norm 0.
 
+    With a `stability`, c_j = clip_norm / (norm + stability) instead.
     `factor`, a number or one per example, undoes a loss that was divided by it. An example gets weight 0 if its norm is
     not finite, or so large that float32 has no such weight at full precision (rounding could double it). The norm of an
     example cannot be trusted if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
-    weights = (limit / norms).clamp_(max=1.0)
+    weights = (limit / norms).clamp_(max=1.0) if stability is None else clip_norm / (norms * factor + stability)
     is_kept = is_summed = weights >= torch.finfo(torch.float32).tiny  # false for NaN
     if min_trusted_norm is None:
         needs_recompute = torch.zeros_like(is_kept)
