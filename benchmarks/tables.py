@@ -201,7 +201,7 @@ TASKS: dict[str, Callable[[], Table]] = {
 LARGE = {"half a million rows": lambda: ten_columns(500_000)}
 
 
-def with_dpoptim(table: Table, model: str, epsilon: float, seed: int, **settings: str) -> dict[str, float]:
+def with_dpoptim(table: Table, model: str, epsilon: float, seed: int, **settings: Any) -> dict[str, float]:
     """Train as `dpoptim train` does, with its defaults but for `settings`; return its held-out scores."""
     training, held_out = table.parts()
     with tempfile.TemporaryDirectory() as folder:

@@ -305,8 +305,8 @@ records-unlimited: A user adds all records to a step, whatever the plan says.
 
 order-unchecked: A collator that sorts gives a user the rows of others.
     in data/users.py, found by data/test_users.py -k moves_records
-    - if moves and not keeps:
-    + if False:
+    - if not keeps and any(
+    + if False and any(
 
 # optimizers
 

@@ -81,7 +81,7 @@ def _decayed_sums(lines: Sequence[Line]) -> str:
         rows.append([cell["case"], f"{cell['beta2']:g}", f"{cell['steps']:,}", number(result["predicted"], digits),
                      simulated, number(result["bound"], 3)])  # fmt: skip
     titles = ["noise on ν: independent over correlated", "β₂", "steps", "formula", "simulated, or by brute force",
-              "no strategy exceeds"]  # fmt: skip
+              "bound for any strategy"]  # fmt: skip
     return table(titles, rows) if rows else ""
 
 
@@ -132,9 +132,9 @@ def summary(lines: Sequence[Line]) -> str:
         best, beta2 = gains["decayed sums"], _of(lines, "decayed sums")[-1]["cell"]["beta2"]
         conditions = [condition(gain, beta2=beta2) for gain in (1.0, best["predicted"])]
         rows += [
-            ["4.4", "gain of correlated noise on IME's ν; no strategy exceeds",
+            ["4.4", "gain of correlated noise on IME's ν; bound for any strategy",
              f"{number(best['predicted'], 3)}; {number(best['bound'], 3)}"],
-            ["4.4", "the same for bias correction's ν̂ (below 1: louder)",
+            ["4.4", "the same for bias correction's ν̂ (below 1: more noise)",
              number(gains["square of decayed sums"]["predicted"], 2)],
             ["4.4", "c in B/σ ≳ c√m: independent noise; with this gain; the paper's guess",
              f"{conditions[0]:.3f}; {conditions[1]:.3f}; {PAPERS_CONDITION}"],
@@ -146,7 +146,7 @@ def summary(lines: Sequence[Line]) -> str:
             for name in ("constant_excess", "scaled_excess", "plain_excess")
         ]
         rows += [
-            ["4.5", f"90 % of ν̂_t/ν̂_{{t−1}} from step {BEGIN} on, over {len(ratios)} kinds of gradients",
+            ["4.5", f"range of 90 % of ν̂_t/ν̂_{{t−1}} from step {BEGIN} on, {len(ratios)} kinds of gradients",
              f"{low:.3f} to {high:.3f}"],
             ["4.5", "error over the least possible: SGD; scale-then-privatize; post-processing",
              "; ".join(f"{one[0]:.2f}" + (f" to {one[-1]:.2f}" if one[-1] > one[0] else "") for one in excesses)],
@@ -157,9 +157,9 @@ def summary(lines: Sequence[Line]) -> str:
     for text, places in {
         "loss without public data: post-processing; scale-then-privatize":
             (("post_processing", "none"), ("scale_then_privatize", "none")),
-        "public ν̂ after clipping and noise: same distribution; other":
+        "loss with public ν̂ after clipping and noise: same distribution; other spread":
             (("side_information", "same distribution"), ("side_information", "other spread")),
-        "public ν before clipping and noise (AdaDPS): same distribution; other":
+        "loss with public ν before clipping and noise (AdaDPS): same distribution; other spread":
             (("adadps", "same distribution"), ("adadps", "other spread")),
     }.items():  # fmt: skip
         if all(place in losses for place in places):

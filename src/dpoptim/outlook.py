@@ -42,6 +42,6 @@ class Outlook:
         less = self.noise_to_signal / GOOD
         fewer = max(1, int(self.parameters / less**2))
         return (
-            f"{found} (good is {GOOD:g} or less). Good needs {less:.2g} times less noise, by a larger batch, epsilon "
-            f"or dataset, or at most {fewer:,} trained parameters (LoRA, frozen layers)"
+            f"{found} (good is {GOOD:g} or less). A good outlook needs {less:.2g} times less noise (a larger batch, "
+            f"epsilon or dataset), or at most {fewer:,} trained parameters (LoRA, frozen layers)"
         )

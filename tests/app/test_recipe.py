@@ -137,9 +137,13 @@ def test_defaults_of_tables_follow_the_model():
         with_defaults(made(model=model), task=Task.TABULAR_REGRESSION, num_examples=1000, device=torch.device("cpu"))
         for model in ("mlp", "linear")
     ]
-    assert [(one.learning_rate, one.clip_norm) for one in found] == [(0.03, 3.0), (0.1, 1.0)]
+    assert [(one.learning_rate, one.clip_norm) for one in found] == [(0.1, 3.0), (0.1, 1.0)]
+    for other in ({"noise": "independent"}, {"sampling": "auto"}, {"epsilon": None, "noise_multiplier": 1.0}):
+        recipe = made(model="mlp").replace(**other)
+        one = with_defaults(recipe, task=Task.TABULAR_REGRESSION, num_examples=1000, device=torch.device("cpu"))
+        assert one.learning_rate == 0.03
     text = with_defaults(made(model="gpt2"), task=Task.CAUSAL_LM, num_examples=1000, device=torch.device("cpu"))
-    assert (text.learning_rate, text.clip_norm, text.steps) == (5e-4, 0.1, 157)
+    assert (text.learning_rate, text.clip_norm, text.steps) == (2e-3, 0.1, 157)
 
 
 def test_defaults_are_idempotent():

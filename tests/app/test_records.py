@@ -260,7 +260,7 @@ def test_bad_tables_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no column 'label'; set label_column .* to one of age, dose"):
         read_records(path)
     path = write(tmp_path, "csv", {"label": [1, 2]})
-    with pytest.raises(ValueError, match="has no column beside the label"):
+    with pytest.raises(ValueError, match="has no column besides the label"):
         read_records(path, label_column="label")
     with pytest.raises(ValueError, match="has 0 columns of images; one is needed"):
         read_records(path, kind=RecordKind.IMAGE)

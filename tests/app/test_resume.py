@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
         return save_checkpoint(folder, step, state)
 
     monkeypatch.setattr(run_module, "save_checkpoint", full)
-    with pytest.raises(OSError, match="No space left on device; step 10 is saved, continue with") as failed:
+    with pytest.raises(OSError, match="No space left on device; step 10 is saved, resume with") as failed:
         train(rows_recipe(tmp_path), tmp_path / "run")
     assert "\n" not in str(failed.value)
     monkeypatch.setattr(run_module, "save_checkpoint", save_checkpoint)

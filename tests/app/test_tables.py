@@ -154,7 +154,7 @@ def test_every_column_is_declared_or_dropped(tmp_path):
 def test_columns_are_for_tables(tmp_path):
     (tmp_path / "lines.txt").write_text("one\ntwo\n")
     recipe = Recipe(model="x", data=str(tmp_path / "lines.txt"), task="masked-lm", epsilon=1.0, columns={"age": ["a"]})
-    with pytest.raises(ValueError, match=r"columns=.* is not used by masked-lm"):
+    with pytest.raises(ValueError, match=r"columns=.* is not used by masked-lm; leave it out, or choose mlp or linear"):
         train(recipe, tmp_path / "run")
 
 
@@ -272,6 +272,12 @@ def test_predict_needs_the_columns_of_the_run(runs, tmp_path, capsys):
 OPEN = {"age": "estimate-range", "ward": "estimate-categories", "dose": {"center": 10, "scale": 5}}
 
 
+def test_the_classes_of_the_label_cannot_be_estimated(tmp_path):
+    recipe = recipe_for(tmp_path, columns={**OPEN, "outcome": "estimate-categories"})
+    with pytest.raises(ValueError, match=r"columns\.outcome is the label, whose classes cannot be estimated"):
+        prepare_run(recipe)
+
+
 def test_estimates_are_part_of_plan_statement_and_recipe(tmp_path):
     recipe = recipe_for(tmp_path, columns=OPEN, epsilon=20.0, columns_epsilon=15.0)
     train(recipe, tmp_path / "run", progress=StopAfter(2))
@@ -319,7 +325,7 @@ def test_a_dry_run_looks_at_no_value(tmp_path, monkeypatch):
 def test_hidden_columns_are_refused(tmp_path):
     with pytest.raises(ValueError, match="column 'ward' cannot be estimated: no value is in more than about"):
         train(recipe_for(tmp_path, columns={"ward": "estimate-categories"}, columns_epsilon=0.01), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"columns_epsilon=9\.0 must be set, below epsilon=8\.0"):
+    with pytest.raises(ValueError, match=r"columns_epsilon=9\.0 must be below epsilon=8\.0"):
         train(recipe_for(tmp_path, columns=OPEN, columns_epsilon=9.0), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -68,7 +68,7 @@ def test_records_of_a_user_are_drawn_uniformly_anew_in_each_step():
 
 
 def test_a_draw_depends_on_key_step_and_own_records_only():
-    few, many = UserRecords([7] * 9), UserRecords([7] * 9 + [3] * 100)
+    few, many = UserRecords([7] * 9), UserRecords([7] * 9 + [8] * 100)
     assert few.drawn(KEY, 4, 0, most=3).tolist() == many.drawn(KEY, 4, 0, most=3).tolist()
     other = dpoptim.NoiseKey.from_bytes(bytes(32))
     assert few.drawn(KEY, 4, 0, most=3).tolist() != few.drawn(other, 4, 0, most=3).tolist()
@@ -112,7 +112,7 @@ def test_processes_share_out_whole_users():
         (True, "record 3 has a bool"),
         (1.5, "record 3 has a float"),
         (b"x", "record 3 has a bytes"),
-        (4, "record 3 has a user's id of type int, and earlier ones are of type str"),
+        (4, "record 3 has a user id of type int, and earlier ones are of type str"),
     ],
 )
 def test_ids_that_name_nobody_are_refused(bad, message):
@@ -125,7 +125,7 @@ def test_ids_may_be_arrays_tensors_and_columns():
     columns = [{"who": "x", "n": 1}, {"who": "y", "n": 2}, {"who": "x", "n": 3}]
     cases: list[Any] = [
         (range(3), np.array(["x", "y", "x"])),
-        (range(3), torch.tensor([9, -1, 9])),
+        (range(3), torch.tensor([-1, 9, -1])),
         (range(3), (np.int32(5), np.int64(6), 5)),
         (columns, "who"),
     ]
@@ -168,7 +168,7 @@ def test_a_state_with_other_ids_is_refused():
     state = loader(plan()).state_dict()
     loader(plan()).load_state_dict(state)
     swapped = [*IDS[:-2], IDS[-1], IDS[-2]]
-    with pytest.raises(ValueError, match="other ids of users"):
+    with pytest.raises(ValueError, match="different user ids"):
         loader(plan(), users=swapped).load_state_dict(state)
     of_examples = plan(unit="example", records_per_user=None, num_examples=len(IDS))
     assert "users" not in loader(of_examples, users=None).state_dict()
@@ -198,12 +198,27 @@ class TestOrderOfRows:
             lambda records: sorted(range(len(records)), key=lambda i: float(records[i][0])),
             lambda records: random.Random(3).sample(range(len(records)), len(records)),
             lambda records: [1, 0, *range(2, len(records))],
+            lambda records: range(len(records))[::-1],
         ],
-        ids=["sorts", "shuffles", "swaps"],
+        ids=["sorts", "shuffles", "swaps", "reverses"],
     )
     def test_a_collator_that_moves_records_is_refused(self, move):
         with pytest.raises(ValueError, match="changes the order of the records"):
             self.collate(move)(ROWS)
+
+    def test_batches_are_checked_until_one_shows_the_order(self):
+        reverses = OrderedCollate(lambda records: torch.stack(records[::-1]))
+        for _ in range(3):
+            reverses([torch.ones(2)] * 4)
+        with pytest.raises(ValueError, match="changes the order of the records"):
+            reverses(ROWS)
+
+    def test_a_sorting_collator_that_also_draws_is_refused(self):
+        def sorts(records):
+            return torch.stack(sorted(records, key=lambda row: float(row[0]))) + torch.randn(len(records), 4)
+
+        with pytest.raises(ValueError, match="changes the order of the records"):
+            OrderedCollate(sorts)(ROWS)
 
     def test_others_are_not(self):
         keep = self.collate(lambda records: range(len(records)))
@@ -221,3 +236,10 @@ class TestOrderOfRows:
 
         with pytest.raises(ValueError, match="changes the order of the records"):
             next(iter(loader(plan(), collate_fn=sorts)))
+
+
+def test_numbers_of_users_do_not_depend_on_where_their_records_are():
+    """Otherwise moving one user's records would change who is drawn, and who is held out."""
+    before = UserRecords(["c", "a", "b", "a"])
+    moved = UserRecords(["a", "b", "a", "a", "c"])  # c's record is now last, and a has one more
+    assert [before.user_of.tolist(), moved.user_of.tolist()] == [[2, 0, 1, 0], [0, 1, 0, 0, 2]]

@@ -58,7 +58,8 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 def made(**changes: Any) -> DPClassifier:
-    return DPClassifier(**{"epsilon": 8.0, "bounds": (-3, 3), "model": "linear", "noise": "independent", **changes})
+    fast = {"model": "linear", "sampling": "poisson", "noise": "independent"}
+    return DPClassifier(**{"epsilon": 8.0, "bounds": (-3, 3), **fast, **changes})
 
 
 def test_a_classifier_learns_and_states_its_guarantee(rows):

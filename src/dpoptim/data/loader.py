@@ -34,7 +34,7 @@ Part = tuple[list[int], tuple[int, ...]]
 class PrivateLoader:
     """The steps of a plan, each as one or more collated batches; made by `private_loader`.
 
-    If the plan protects users, each batch has the records of several users, one user's after the other's.
+    If the plan protects users, each batch has the records of several users, grouped by user.
 
     Guarantee: the batches of step t are a function of (key, run_id, t) and the plan only, and each step is drawn once.
     A new iteration continues at the first step that was not yielded completely; after the last step it is refused.
@@ -215,7 +215,7 @@ class PrivateLoader:
                 "the state was saved with different examples, or in a different order. Load the run's original dataset."
             )
         if state.get("users") != own.get("users"):
-            raise ValueError("the state was saved with other ids of users. Load the run's original ids.")
+            raise ValueError("the state was saved with different user ids. Load the run's original ids.")
         next_step = _checked_step("next_step", state["next_step"], self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))
@@ -267,7 +267,7 @@ def private_loader(
         dataset: A map-style dataset. All examples must have the same keys and types. Lists and tuples are checked now,
             other datasets batch by batch. The guarantee covers neither a later refusal nor the step of that refusal.
         plan: The same plan object that the optimizer gets.
-        users: If the plan protects users: the id of its user for each record, or the name of a column with them.
+        users: If the plan protects users: one user id per record, or the name of the column that holds them.
         key: The secret key of the draws; a new one by default.
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
         micro_batch_size: The largest number of examples in a part, or of records if the plan protects users. A user
@@ -343,14 +343,14 @@ def _checked_users(dataset: Any, plan: PrivacyPlan, users: Any) -> UserRecords |
         given = "None" if users is None else "given"
         raise ValueError(
             f"users is {given}, but the plan has unit={plan.unit!r}. To protect users, give both: "
-            "PrivacyPlan(unit='user', records_per_user=...) and the id of its user for each record."
+            "PrivacyPlan(unit='user', records_per_user=...) and one user id per record."
         )
     if users is None:
         return None
     _check_map_style(dataset)
     ids = read_user_ids(dataset, users)
     if len(ids) != len(dataset):
-        raise ValueError(f"Expected one user's id per record, got {len(ids)} ids for {len(dataset)} records.")
+        raise ValueError(f"Expected one user id per record, got {len(ids)} ids for {len(dataset)} records.")
     return UserRecords(ids)
 
 

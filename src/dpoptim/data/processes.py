@@ -62,7 +62,7 @@ class Processes:
     def shared_run(self, caller: str, key: NoiseKey | None, run_id: str | None) -> tuple[NoiseKey, str]:
         """Return the given key and run_id, or new ones that all processes share.
 
-        Each `caller` begins with this, so that processes in different calls, or with different code, are refused here:
+        Each `caller` begins with this. It refuses processes that are in different calls or have different code, because
         later they would wait for each other.
         """
         if key is not None and not isinstance(key, NoiseKey):

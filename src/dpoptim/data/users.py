@@ -1,6 +1,6 @@
 """Whose record is whose: the ids of users, the records that a user adds to a step, and parts that split no user.
 
-A user is a person, or whatever else shall be protected as a whole. The guarantee covers all records with the same id,
+A user is a person, or anything else that is protected as a whole. The guarantee covers all records with the same id,
 so one person with two ids is two users.
 """
 
@@ -23,7 +23,9 @@ from dpoptim.noise import NoiseKey, uniform_words
 
 
 class UserRecords:
-    """The records of each user; users are numbered as they first appear.
+    """The records of each user; users are numbered in the order of their ids.
+
+    So a user's number depends on the set of ids alone, not on where anybody's records are.
 
     >>> users = UserRecords(["ann", "bob", "ann"])
     >>> len(users), users.of_user(0)
@@ -31,8 +33,9 @@ class UserRecords:
     """
 
     def __init__(self, ids: Sequence[Any]) -> None:
-        numbers = dict[Any, int]()
-        self.user_of = np.array([numbers.setdefault(own, len(numbers)) for own in _checked(ids)], dtype=np.int64)
+        found = _checked(ids)
+        numbers = {own: number for number, own in enumerate(sorted(set(found)))}
+        self.user_of = np.array([numbers[own] for own in found], dtype=np.int64)
         self._sorted = np.argsort(self.user_of, kind="stable")
         self._ends = np.cumsum(np.bincount(self.user_of, minlength=len(numbers)))
 
@@ -87,10 +90,10 @@ def cut_by_user(
     max_tokens: int | None = None,
     bucket: int = 64,
 ) -> list[list[Integers]]:
-    """Share out the users of a step, each with the records `chosen`, to parts within the limits.
+    """Divide the users of a step into parts within the limits; `chosen` has the records of each user.
 
-    Users of similar length, then of similarly many records, are together. No user is split: one that is above a limit
-    is a part by itself.
+    Users are sorted by length, then by their number of records. No user is split: one that is above a limit is a part
+    by itself.
     """
     widths = [1 if lengths is None else int(rounded_up(lengths[own].max(), bucket)) for own in chosen]
     parts: list[list[Integers]] = []
@@ -108,31 +111,35 @@ def cut_by_user(
 class OrderedCollate:
     """A collator whose rows must keep the order of the records, because a row's place shows whose it is.
 
-    The first batch is collated in both orders. A collator that sorts or shuffles returns the same rows, but not in
-    reverse.
+    The first batches are collated twice with the same draws, the second time with the first record moved to the end. A
+    collator that sorts, shuffles or reverses returns the same rows, but without that move. Batches are checked until
+    one shows that the order is kept, at most eight.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate, self._is_checked = collate, False
+        self._collate, self._checks_left = collate, 8
 
     def __call__(self, records: list[Any]) -> Any:
-        if self._is_checked or not isinstance(records, list) or len(records) < 2:
+        if not self._checks_left or not isinstance(records, list) or len(records) < 2:
             return self._collate(records)
-        backwards = copy.deepcopy(records[::-1])
+        moved = copy.deepcopy(records[1:] + records[:1])
+        repeat = save_rng_states()
         batch = self._collate(records)
-        put_back = save_rng_states()  # both runs make different draws, but the loop's draws stay the same
+        put_back = save_rng_states()
+        repeat()
         try:
-            others = _rows(self._collate(backwards), len(records))
+            others = _rows(self._collate(moved), len(records))
         finally:
-            put_back()
-        pairs = list(zip(_rows(batch, len(records)), others, strict=False))
-        keeps = any(rows == other[::-1] and len(set(rows)) > 1 for rows, other in pairs)
-        moves = any(rows != other[::-1] and sorted(rows) == sorted(other) for rows, other in pairs)
-        if moves and not keeps:
+            put_back()  # the loop's draws stay the same
+        triples = [
+            (rows, rows[1:] + rows[:1], other) for rows, other in zip(_rows(batch, len(records)), others, strict=False)
+        ]
+        keeps = any(other == expected and len(set(rows)) > 1 for rows, expected, other in triples)
+        if not keeps and any(other != expected and sorted(rows) == sorted(other) for rows, expected, other in triples):
             raise ValueError(
                 "collate_fn changes the order of the records, so it is unknown whose row is whose. Keep their order."
             )
-        self._is_checked = True
+        self._checks_left = 0 if keeps else self._checks_left - 1
         return batch
 
 
@@ -151,13 +158,13 @@ def _checked(ids: Sequence[Any]) -> list[str | int]:
         is_missing = own is None or (isinstance(own, float) and math.isnan(own))
         if is_missing or (isinstance(own, str) and not own.strip()):
             shown = "None" if own is None else "NaN" if isinstance(own, float) else "an empty string"
-            raise ValueError(f"record {place} has {shown} in place of its user's id. Give every record a user's id.")
+            raise ValueError(f"record {place} has {shown} in place of a user id. Give every record a user id.")
         if isinstance(own, bool) or not isinstance(own, str | int):
             kind = type(own).__name__
-            raise ValueError(f"record {place} has a {kind} in place of its user's id. Give strings or integers.")
+            raise ValueError(f"record {place} has a {kind} in place of a user id. Give strings or integers.")
         if found and isinstance(own, str) != isinstance(found[0], str):
             raise ValueError(
-                f"record {place} has a user's id of type {type(own).__name__}, and earlier ones are of type "
+                f"record {place} has a user id of type {type(own).__name__}, and earlier ones are of type "
                 f"{type(found[0]).__name__}. Give strings only or integers only: 1 and '1' would be two users."
             )
         found.append(own)

@@ -40,8 +40,8 @@ def prepare_accelerate(
         What `accelerator.prepare(model, optimizer, *others)` returns.
 
     Raises:
-        ValueError: A setting of the accelerator would change clipping or sampling, or it has FSDP2 and the model is not
-            sharded yet.
+        ValueError: A setting of the accelerator would change clipping or sampling, or it uses FSDP2 and the model is
+            not sharded yet.
 
     Guarantee: `accelerator.backward` does not scale the loss, and every `optimizer.step()` reaches the optimizer.
     """
@@ -56,8 +56,8 @@ def prepare_accelerate(
     check_accelerator(accelerator)
     if uses_fsdp2(accelerator) and not fsdp_modules(model):
         raise ValueError(
-            "the accelerator has FSDP2, and the model is whole. Call shard_for_accelerate(accelerator, model) before "
-            "creating the optimizer."
+            "the accelerator uses FSDP2, but the model is not sharded. Call shard_for_accelerate(accelerator, model) "
+            "before creating the optimizer."
         )
     for other in others:
         if isinstance(other, LRScheduler) and accelerator.num_processes > 1:
@@ -74,7 +74,7 @@ def prepare_accelerate(
 
 
 def shard_for_accelerate(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model by Accelerate's FSDP2 settings, before you create its private optimizer.
+    """Shard a model with Accelerate's FSDP2 settings, before you create its private optimizer.
 
         model = shard_for_accelerate(accelerator, model)
         optimizer = dpoptim.scale_then_privatize(model, plan, lr=1e-3)

@@ -136,6 +136,16 @@ def noise_of(name: str) -> StrategySpec:
     return make() if argument is None else make(**{argument: int(number)})
 
 
+def has_correlated_noise(noise: str, sampling: str, *, has_epsilon: bool = True) -> bool:
+    """Whether noise is strongly correlated, so that the learning rate should be larger.
+
+    Adam divides by the noise of a step. Correlated noise is larger in each step and cancels over several. Secret
+    batches leave little to correlate.
+    """
+    is_independent = noise == "independent" or (noise == "auto" and not has_epsilon)
+    return sampling == "shuffled" and not is_independent
+
+
 def noise_words() -> list[str]:
     """The names of all noises except "auto", such as "banded-toeplitz:BANDS"."""
     return [_usage(kind) for kind in _NOISE]

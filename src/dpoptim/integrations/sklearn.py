@@ -3,9 +3,9 @@
     classifier = DPClassifier(epsilon=3.0, bounds=(low, high)).fit(X, y)
     print(classifier.score(X_test, y_test), classifier.statement())
 
-Bounds are public, and required: there is no default that reads them from the data with a warning, because warnings are
-hidden in notebooks and pipelines, and the guarantee would be void. In front of the estimator, use only transformers
-that learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
+Bounds must be public, and are required. By default they are not read from the data, not even with a warning: that would
+void the guarantee, and notebooks and pipelines hide warnings. In front of the estimator, use only transformers that
+learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import StackDataset
 from dpoptim.arguments import check_choice, check_number, default_delta
 from dpoptim.data import private_loader
 from dpoptim.integrations import tables
-from dpoptim.integrations.named_settings import make_optimizer, make_plan
+from dpoptim.integrations.named_settings import has_correlated_noise, make_optimizer, make_plan
 from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -42,7 +42,7 @@ _ROWS_AT_ONCE = 1024
 
 
 class _DPEstimator(_Estimator):
-    """What both estimators share. Each `fit` is a run of its own: ε adds up over fits on the same data."""
+    """What both estimators share. Each `fit` is a separate run: ε adds up over fits on the same data."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _DPEstimator(_Estimator):
         learning_rate: float | None = None,
         clip_norm: float | None = None,
         noise: str = "auto",
-        sampling: str = "auto",
+        sampling: str = "shuffled",
         adjacency: str = "zero_out",
         random_state: Any = None,
     ) -> None:
@@ -86,7 +86,7 @@ class _DPEstimator(_Estimator):
         _validation.check_is_fitted(self)
         plan: PrivacyPlan = self.plan_
         public = "The bounds of columns and targets and the names of classes are public."
-        return f"{plan.statement()}\n  - {public}\n  - Each fit on these records is a run of its own, whose ε adds up."
+        return f"{plan.statement()}\n  - {public}\n  - Each fit on these records is a separate run, and their ε add up."
 
     def _features(self, X: NDArray[np.float64]) -> Tensor:
         """Each row by itself: columns scaled from their bounds to [−2, 2], with one more column for missing values."""
@@ -114,7 +114,7 @@ class _DPEstimator(_Estimator):
         self, X: NDArray[np.float64], targets: Tensor, outputs: int, losses: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Make the plan and the model, and train it privately."""
-        check_choice("model", self.model, tables.LEARNING_RATES)
+        check_choice("model", self.model, tables.MODELS)
         check_number("epsilon", self.epsilon, above=0)
         check_choice("adjacency", self.adjacency, ("zero_out", "replace"))  # add-remove hides the number of examples
         features, count = self._features(X), len(X)
@@ -130,7 +130,9 @@ class _DPEstimator(_Estimator):
             sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
             delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
         )  # fmt: skip
-        key, rate = NoiseKey.generate(), self.learning_rate or tables.LEARNING_RATES[self.model]
+        is_correlated = has_correlated_noise(self.noise, self.sampling)
+        rate = self.learning_rate or tables.learning_rate_for(self.model, is_correlated=is_correlated)
+        key = NoiseKey.generate()
         optimizer = make_optimizer(
             "scale_then_privatize", model, plan, learning_rate=rate, betas=(0.9, 0.999), eps=None, eps_scale=None,
             weight_decay=0.0, key=key,
@@ -165,18 +167,18 @@ class DPClassifier(_Classifier, _DPEstimator):
     """A private classifier with the conventions of scikit-learn.
 
     Args:
-        epsilon: ε of a fit.
-        delta: δ. Defaults to a power of ten, at most 1/(10·examples).
+        epsilon: ε of one fit.
+        delta: δ of one fit. Defaults to a power of ten, at most 1/(10·examples).
         bounds: The public range of the columns, (low, high): two numbers, or two lists with one per column. Values
             outside count as the nearest bound. NaN counts as missing.
         model: "mlp", with one hidden layer, or "linear", for logistic regression.
         width: The hidden units of "mlp".
-        epochs: The passes over the data.
+        epochs: The number of passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
-        learning_rate: The largest learning rate. Defaults to 0.03 for "mlp" and 0.1 for "linear".
+        learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 for "mlp" with independent noise.
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
-        sampling: How batches are drawn, as in `dpoptim train`.
+        sampling: As in `dpoptim train`, but "auto" by default: batches are secret if the noise has a proof for it.
         adjacency: "zero_out" or "replace": which datasets are neighbours. The number of examples is public.
         random_state: The seed of the starting weights. Noise and batches are secret and never repeat.
 
@@ -188,8 +190,9 @@ class DPClassifier(_Classifier, _DPEstimator):
     Guarantee: a fitted estimator satisfies `statement()`, if the bounds and the classes are public.
 
     >>> X = np.random.default_rng(0).normal(size=(500, 2))
-    >>> fitted = DPClassifier(epsilon=8.0, bounds=(-3, 3), model="linear", noise="independent").fit(X, X[:, 0] > 0)
-    >>> fitted.score(X, X[:, 0] > 0) > 0.9
+    >>> y = X[:, 0] > 0
+    >>> fitted = DPClassifier(epsilon=8.0, bounds=(-3, 3), model="linear", sampling="poisson", noise="independent")
+    >>> fitted.fit(X[:400], y[:400]).score(X[400:], y[400:]) > 0.8
     True
     >>> print(fitted.statement().splitlines()[0])
     Differentially private: epsilon = 8.0000 at delta = 0.0001
@@ -228,7 +231,7 @@ class DPClassifier(_Classifier, _DPEstimator):
 class DPRegressor(_Regressor, _DPEstimator):
     """A private regressor with the conventions of scikit-learn.
 
-    The arguments are those of `DPClassifier`, and one more:
+    It takes the arguments of `DPClassifier`, and one more:
 
     Args:
         target_bounds: The public range of y, (low, high); values outside count as the nearest bound.
@@ -236,8 +239,10 @@ class DPRegressor(_Regressor, _DPEstimator):
     Guarantee: a fitted estimator satisfies `statement()`, if all bounds are public.
 
     >>> X = np.random.default_rng(0).normal(size=(500, 2))
-    >>> model = DPRegressor(epsilon=8.0, bounds=(-3, 3), target_bounds=(-5, 5), model="linear", noise="independent")
-    >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.8
+    >>> own = dict(bounds=(-3, 3), target_bounds=(-5, 5), model="linear", sampling="poisson", noise="independent")
+    >>> model = DPRegressor(epsilon=8.0, **own)
+    >>> y = X[:, 0] - X[:, 1]
+    >>> model.fit(X[:400], y[:400]).score(X[400:], y[400:]) > 0.7
     True
     """
 
@@ -255,7 +260,7 @@ class DPRegressor(_Regressor, _DPEstimator):
         learning_rate: float | None = None,
         clip_norm: float | None = None,
         noise: str = "auto",
-        sampling: str = "auto",
+        sampling: str = "shuffled",
         adjacency: str = "zero_out",
         random_state: Any = None,
     ) -> None:

@@ -1,7 +1,7 @@
 """Models and default settings for tables, shared by `dpoptim train` and the scikit-learn estimators.
 
-benchmarks/tables.py measures the defaults. A clip norm above most gradient norms matters most: with a small one, every
-row pushes equally hard however well it is predicted, so probabilities become too extreme and the loss rises again.
+benchmarks/tables.py measures the defaults. The clip norm matters most. If it is below most gradient norms, every row
+pushes equally hard, however well it is predicted. Then probabilities become too extreme, and the loss rises again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dpoptim.integrations.named_settings import steps_of
 
 WIDTH = 32
 CLIP_NORMS = {"mlp": 3.0, "linear": 1.0}
-LEARNING_RATES = {"mlp": 0.03, "linear": 0.1}
+MODELS = ("mlp", "linear")
 EPOCHS = 20.0
 SGD_LEARNING_RATE = 0.1  # of dp_sgd, whose steps are as long as the gradient
 WARMUP = 0.05
@@ -35,13 +35,18 @@ def table_model(name: str, *, columns: int, outputs: int, width: int | None = No
     return MLP(columns=columns, outputs=outputs, width=width or WIDTH)
 
 
+def learning_rate_for(model: str, *, is_correlated: bool) -> float:
+    """0.1, but 0.03 for "mlp" without strongly correlated noise."""
+    return 0.1 if is_correlated or model == "linear" else 0.03
+
+
 def batch_size_for(num_examples: int) -> int:
-    """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, and an epoch should have eight."""
+    """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, but an epoch should have eight."""
     return min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
 
 
 def steps_for(num_examples: int, batch_size: int, *, epochs: float = EPOCHS) -> int:
-    """The steps of so many epochs."""
+    """The number of steps in this many epochs."""
     return steps_of(epochs, num_examples, batch_size)
 
 

@@ -121,7 +121,8 @@ def _sampling(plan: PrivacyPlan) -> str:
 def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
     second = plan.rdp_epsilon(delta=delta)
     if second is None:
-        return "No second bound is implemented for this sampling and adjacency"
+        what = "counts" if plan.counts is not None else "this sampling and adjacency"
+        return f"No second bound is implemented for {what}"
     return f"A second proof, by Rényi divergences, gives epsilon <= {format_epsilon(second)}"
 
 
@@ -197,7 +198,10 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
     own = []
     if plan.unit == "user":
         secret = _of_users(secret)
-        own = ["All records of a user have the same id, and the rows of a batch stay in the loader's order."]
+        own = [
+            "All records of a user have the same id, neighbours have the same ids, and the rows of a batch stay in the "
+            "loader's order."
+        ]
     return [
         *own,
         "Each record's loss depends only on that record and the parameters (no batch statistics). Losses are summed "
@@ -212,7 +216,8 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "The starting weights do not depend on these records; otherwise the ε of their training adds to this one.",
         "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data. "
         "So are the names of labels, columns and classes, the vocabulary and the longest length, even if they were "
-        "read from the data.",
+        "read from the data. Ranges and categories of columns are public too, or were estimated in this run; if an "
+        "earlier run estimated them, its ε adds to this one.",
         "Only the released values are covered. Raw losses, gradient norms, evaluation on the training records, step "
         "times, and hyperparameters chosen over several runs are not.",
         "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",

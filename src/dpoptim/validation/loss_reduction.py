@@ -1,7 +1,8 @@
 """Notice a loop that averages the losses of a batch where their sum is expected.
 
 A mean makes the gradient of each example smaller by the size of the batch. Nothing fails: gradients are then rarely
-clipped, and drown in the noise.
+clipped, and drown in the noise. Where the size of the batch is private (add-remove, users), dividing by it also lets
+one example change the gradients of the others.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def play(
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
     owner, users = np.arange(plan.num_examples), None  # of each record
-    if plan.records_per_user is not None:  # one record, two, ..., up to more than are used in a step
+    if plan.records_per_user is not None:  # one record, two, ..., four at most
         most = min(plan.records_per_user + 1, _MOST_RECORDS)
         owner = users = np.repeat(owner, 1 + owner % most)
     everyone: Any = range(len(owner))

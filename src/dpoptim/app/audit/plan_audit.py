@@ -149,6 +149,8 @@ def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -
         found += f", {as_gaussian:.3f} if the noise is Gaussian"
     if not isinstance(plan.release, Gradient):
         found += " (the gradient only: its square is not attacked)"
+    if plan.counts is not None:
+        found += " (in training only: the counts of columns are not attacked)"
     passed = max(guessed, as_gaussian or 0.0) <= claim
     return Check(name="the claim stands", passed=passed, found=f"{found}; claimed {format_epsilon(claim)}")
 

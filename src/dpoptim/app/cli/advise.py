@@ -1,4 +1,4 @@
-"""Recommend a variant and the noise to train MODEL with at (epsilon, delta), and print the command that does so.
+"""Recommend a variant and noise for training MODEL at (epsilon, delta), and print the `dpoptim train` command.
 
 Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.03 to 0.3
 clip norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an
@@ -57,8 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=model)
     training = shared.add_training(parser, required=True, title="training")
     shared.add_sampling(training)
-    for flag in ("--clip-norm", "--betas"):
-        shared.add_setting(training, flag)
+    shared.add_setting(training, "--clip-norm", help=f"bound on one example's gradient (default: {CLIP_NORM})")
+    shared.add_setting(training, "--betas")
     shared.add_noise_memory(parser.add_argument_group("noise"))
     probe = parser.add_argument_group("measured gradients")
     probe.add_argument(

@@ -1,7 +1,7 @@
 """Print the columns of a table as a recipe to fill in.
 
 It reads the header only, never a value. Fill in each column from what is publicly known, and pass the file to
-`dpoptim train`. The declarations decide how numbers are scaled and which categories have a slot of their own.
+`dpoptim train`. The declarations decide how numbers are scaled and which categories have their own slot.
 
 examples:
   dpoptim columns patients.csv --label-column outcome > recipe.toml

@@ -129,8 +129,8 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
         "--sampling",
         choices=["shuffled", "auto", "poisson"],
         default=Recipe.sampling,
-        help="shuffled does not amplify privacy, so batches need not stay secret; auto and poisson sample secretly, in "
-        "cycles where noise is correlated (default: %(default)s)",
+        help="shuffled batches do not amplify privacy and need not stay secret; auto and poisson sample secretly, in "
+        "cycles if the noise is correlated (default: %(default)s)",
     )
 
 

@@ -1,12 +1,12 @@
 """Predict the rows of a table with a finished run.
 
-RUN is a run directory of `dpoptim train` on a table. The new table needs the columns of the run, in any order. Other
-columns are ignored, the label too. The output has one row per row: the predicted class and the probability of each
+RUN is a run directory of `dpoptim train` on a table. The new table needs the columns of the run, in any order. All
+other columns, and the label, are ignored. For each row, the output has the predicted class and the probability of each
 class, or the predicted number.
 
 examples:
   dpoptim predict runs/first --data new.csv
-      prints a table
+      prints CSV
   dpoptim predict runs/first --data new.csv --out predictions.csv
   dpoptim predict runs/first --data new.csv --json
 """

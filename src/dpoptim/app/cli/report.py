@@ -1,7 +1,7 @@
 """Write one HTML file about one or several runs.
 
-It shows the privacy statement, loss curves, gradient and noise, speed, epsilon against steps, recipe and versions, and
-works offline. Several runs share each chart, one colour per run, and a table compares their final numbers.
+It works offline, and shows the privacy statement, loss curves, gradients and noise, speed, epsilon against steps,
+recipe and versions. Several runs share each chart, one colour per run, and a table compares their final numbers.
 
 Every number that depends on private data is either released under the guarantee or marked "not private: for
 debugging". Scores are marked as computed on data outside the guarantee. The noise key is never read.

@@ -1,8 +1,8 @@
 """Estimate declarations that a recipe leaves open, from the training records, with noise.
 
 A range takes two releases. The first counts powers of two, which cover every number. The second divides the range that
-was found into equal bins, whose noisy counts give a median and a spread. Categories take one release of noisy counts,
-and those above a threshold become the categories. Everything here is computed from released counts, except the places
+was found into equal bins, whose noisy counts give a median and a spread. Categories take one release: values whose
+noisy count exceeds a threshold become categories. Everything here is computed from released counts, except the places
 of single records in `_octave` and `_bin`.
 """
 
@@ -26,7 +26,7 @@ _SMALLEST, _LARGEST = -30, 62  # powers of two; numbers beyond them count as 0 o
 
 
 def open_columns(declared: Mapping[str, Any]) -> list[str]:
-    """The columns that are to be estimated."""
+    """The columns to estimate."""
     return [name for name, value in declared.items() if isinstance(value, str) and value in ESTIMATES]
 
 
@@ -39,7 +39,7 @@ def counts_for(declared: Mapping[str, Any], *, epsilon: float, delta: float, adj
 
 
 def without_looking(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The declarations with stand-ins for what is to be estimated, for a dry run."""
+    """The declarations with placeholders for what a run would estimate, for a dry run."""
     stand_in = {ESTIMATE_RANGE: {"center": 0.0, "scale": 1.0}, ESTIMATE_CATEGORIES: ["?"]}
     return {name: stand_in[value] if name in open_columns(declared) else value for name, value in declared.items()}
 
@@ -53,7 +53,7 @@ def estimated(
         columns: The columns of the training records.
         declared: The declarations of the recipe.
         counts: The noise.
-        key: A key for this alone.
+        key: A key that is used for nothing else.
         locate: Describes the place of a record, for errors.
 
     Guarantee: the estimates satisfy `counts`.

@@ -1,9 +1,9 @@
 """Private records: texts, images or rows of numbers, with labels.
 
-A record is the unit of privacy, or a user with all their records. So reading drops none and merges none: an empty text
-stays a record. A blank line is not a record, and hidden files are not read. Anything computed over all private records
-is not private, so the columns of a table are encoded as they are declared. Label names are PUBLIC BY DECLARATION: those
-found in the data are treated as known to everyone.
+The unit of privacy is a record, or a user with all their records. So no record is dropped or merged: an empty text is
+still a record. A blank line is not a record, and hidden files are not read. Anything computed over all private records
+is not private, so the columns of a table are encoded as declared. Label names are PUBLIC BY DECLARATION: those found in
+the data are treated as known to everyone.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def read_records(
         text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
             column of strings is tabular.
         label_column: The column of labels. Defaults to "label" or "labels".
-        user_column: The column of users' ids, which is no feature.
-        users_may_lack: Accept records without such a column, such as held-out ones.
+        user_column: The column of user ids. It is not a feature.
+        users_may_lack: Accept a source without that column, such as held-out records.
         split: Which part to read if the source has several.
         kind: The kind of record, if it should not be inferred.
         label_names: The labels in their order. Give those of the training records when reading evaluation records.
-        declared: For a table, what is publicly known of each column: `{"age": {"low": 0, "high": 120}}`. A declared
-            label is read as it is declared.
+        declared: For a table, what is publicly known about each column: `{"age": {"low": 0, "high": 120}}`. A declared
+            label is read as declared.
         drop: Columns of a table to leave out; "*" for all that are not declared.
 
     Returns:
@@ -247,7 +247,7 @@ class _Reader:
         declared = {name: part for name, part in self.declared.items() if name != label}
         chosen = chosen_columns(names, declared, self.drop, self.source)
         if not chosen:
-            raise ValueError(f"data {self.source!r} has no column beside the label, so there are no features")
+            raise ValueError(f"data {self.source!r} has no column besides the label, so there are no features")
         features, feature_names = tables.encode_table(self.columns, declared, chosen, self.locate)
         return self._records(RecordKind.TABULAR, label, features=features, feature_names=feature_names)
 

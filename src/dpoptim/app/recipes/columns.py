@@ -46,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True, kw_only=True)
 class Categories:
-    """A column of categories with these names; every other one is read as "other"."""
+    """A column of categories with these names; all others are read as "other"."""
 
     names: tuple[str, ...]
 
@@ -61,7 +61,7 @@ def column_of(name: str, declared: Any) -> Column | str:
     Categories(names=('a', 'b'))
 
     Raises:
-        ValueError: It is none of the forms.
+        ValueError: It has none of these forms.
     """
     where = f"columns.{name}"
     if isinstance(declared, str) and declared in ESTIMATES:
@@ -157,9 +157,9 @@ def template(names: Sequence[str], *, label: str | None, source: str) -> str:
     lines = [
         "# Fill in what is publicly known, such as the range of an age. Never look at the records: a minimum, a mean",
         "# or a list of values that is read from them is not private.",
-        f"# One of: {FORMS}",
-        '# The two "estimate-" forms read the records, with noise, and cost a part of epsilon. Remove lines of columns',
-        "# that are not needed, such as names and dates, and name them here:",
+        f"# Write one of: {FORMS}",
+        '# The two "estimate-" forms read the records, with noise, and cost a part of epsilon. Delete the lines of',
+        "# columns that you do not need, such as names and dates, and list these columns here:",
         "drop = []",
         f"data = {json.dumps(source, ensure_ascii=False)}",
         *([] if label is None else [f"label_column = {json.dumps(label, ensure_ascii=False)}"]),

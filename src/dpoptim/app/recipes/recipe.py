@@ -161,15 +161,13 @@ class Recipe:
         "NAME=estimate-categories, or NAME as the recipe declares it")
     drop: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
         'columns of a table to leave out; "*" for all that are not declared')
-    columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
-        "the part of epsilon for columns that are estimated (default: a tenth)")
     width: int | None = _setting(None, _whole(1), DATA, "hidden units of mlp (default: 32)")
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
 
-    epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 is usual, 20 is weak")
+    epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "epsilon of the run: 1 is strong, 8 is usual, 20 is weak")
     delta: float | None = _setting(None, _number(above=0, below=1, hint="Use 1/num_examples or less."), PRIVACY,
         "below 1/records (default: a power of ten, at most 1/(10 records))")
     noise_multiplier: float | None = _setting(None, _number(low=0), PRIVACY,
@@ -177,28 +175,32 @@ class Recipe:
     adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
     num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
     sampling: str = _setting("shuffled", _TEXT, PRIVACY,
-        "shuffled (default: batches need not stay secret), auto (secret if proved for the noise), poisson, cyclic, "
-        "cyclic:GROUPS")
+        "shuffled (default: batches need not stay secret), auto (secret if the noise has a proof for it), poisson, "
+        "cyclic, cyclic:GROUPS")
     noise: str = _setting("auto", _TEXT, PRIVACY,
-        "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
-        "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
+        "auto (default: the least error among those with a proof), independent, square-root, banded-toeplitz:BANDS, "
+        "banded-inverse:BANDS, buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
+    columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
+        "the part of epsilon that estimates of columns cost (default: a tenth)")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 5e-4; 1e-3 for LoRA or new weights; 0.03 for mlp; 0.1 for linear; 1e-2 for small-cnn; 1 for dp_sgd "
-        "(0.1 on tables)")
+        "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 1e-2 for small-cnn; 1 for dp_sgd (0.1 on tables); "
+        "a quarter for texts and 0.03 for mlp with independent noise or secret batches")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
-    eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER, "of scale_then_privatize")
+    eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
+        "stability constant of scale_then_privatize (default: twice the smallest stable value)")
     betas: tuple[float, float] = _setting((0.9, 0.999), _kind(_betas, float, ("B1", "B2"), nargs=2), OPTIMIZER,
         "default: 0.9 0.999")
-    weight_decay: float = _setting(0.0, _number(low=0), OPTIMIZER, "decoupled (default: 0)")
+    weight_decay: float = _setting(0.0, _number(low=0), OPTIMIZER, "decoupled weight decay (default: 0)")
     schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0")
-    warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER, "share of the steps (default: 0.05)")
+    warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER,
+        "share of the steps in which the learning rate rises (default: 0.05)")
     batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
         "expected size (default: up to 2048, by the size of the data)")
     steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
@@ -210,11 +212,12 @@ class Recipe:
     dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32")
     device: str = _setting("auto", _TEXT, RUN, "auto (default), cpu, cuda, cuda:1")
     seed: int = _setting(0, _whole(0), RUN, "seed of new weights and masks, never of noise (default: 0)")
-    evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
-    checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
-    log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)")
+    evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps between scores (default: a tenth of the run)")
+    checkpoint_every: int | None = _setting(None, _whole(1), RUN,
+        "steps between checkpoints (default: a tenth of the run)")
+    log_every: int = _setting(10, _whole(1), RUN, "steps between entries of the log (default: 10)")
     report_to: tuple[str, ...] = _setting((), _kind(_targets, str, "NAME", choices=TARGETS, nargs="+"), RUN,
-        "where else to log; one or both")
+        "where else to log: one or both; default: none")
     debug: bool = _setting(False, _SWITCH, RUN, "also log training losses and clipping: NOT private")
     # fmt: on
 

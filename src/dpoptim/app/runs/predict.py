@@ -49,7 +49,8 @@ def predict(directory: str | Path, data: str | Path) -> Predictions:
     Raises:
         ValueError: The run has not finished or is not about a table, a column is missing, or a value is not a number.
 
-    Guarantee: the run's guarantee covers the predictions for the records of its training.
+    Guarantee: predictions reveal no more about the records of the training than the model does. They do reveal the rows
+    that are predicted: predictions for training rows, or other private rows, are not covered if they are published.
     """
     place = RunDirectory(Path(directory).expanduser())
     model = load_trained(directory)

@@ -131,7 +131,7 @@ def resume(
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished":
         summary = _summary(place)
-        with contextlib.suppress(FileNotFoundError):  # a run that was passed on has no ledger
+        with contextlib.suppress(FileNotFoundError):  # a run that was shared has no ledger
             settings = recipe_settings(read_recipe(place.recipe_file).to_dict())
             now = {"plan": place.read_plan().to_dict(), "settings": settings}
             check_unchanged(read_ledger(place.steps_file)[0], json.loads(json.dumps(now)))
@@ -193,7 +193,7 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except OSError as error:
                     found = checkpoints(place.checkpoints)
-                    command = f"continue with: dpoptim train --resume {place.path}"
+                    command = f"resume with: dpoptim train --resume {place.path}"
                     saved = f"; step {step_of(found[-1])} is saved, {command}" if found else ""
                     raise OSError(f"training stopped: {first_line(error)}{saved}") from error
 

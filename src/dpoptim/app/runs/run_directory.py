@@ -109,8 +109,9 @@ class RunDirectory:
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write `folder`/step-000100/state.pt, then remove all but the last two checkpoints."""
     path = folder / f"step-{step:06d}"
-    if path.exists():
+    if (path / "state.pt").exists():
         return path
+    shutil.rmtree(path, ignore_errors=True)  # a checkpoint that was removed in part
 
     def fill(temporary: Path) -> None:
         try:

@@ -16,7 +16,7 @@ from dpoptim.app.data.estimates import counts_for, estimated, open_columns, with
 from dpoptim.app.data.records import RecordKind, Records, read_columns, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
-from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
+from dpoptim.app.recipes.columns import ESTIMATE_CATEGORIES, ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.report_to import check_installed
@@ -81,7 +81,7 @@ def prepare_run(
     looks: bool = True,
     stage: Callable[[str], None] = lambda text: None,
 ) -> RunSetup:
-    """Read the data, hold some out, load the model, make the plan, and try model and optimizer on random examples.
+    """Read the data, hold some out, load the model, make the plan, and test model and optimizer on random examples.
 
     Args:
         recipe: The settings; what it leaves open is filled in.
@@ -92,7 +92,7 @@ def prepare_run(
 
     Raises:
         ValueError: Something is wrong with the input: a missing file or column, no records, a batch larger than the
-            data, an impossible ε, a model that mixes examples. Nothing is written or trained before.
+            data, an impossible ε, a model that mixes examples. Nothing has been written or trained by then.
     """
     device = chosen_device(recipe.device)
     if device.type == "cpu":
@@ -151,7 +151,8 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     for name, is_used in used.items():
         given = getattr(recipe, name)
         if given is not None and not is_used:
-            raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
+            fitting = "mlp or linear" if name in ("columns", "drop") else "text-classification"
+            raise ValueError(f"{name}={given!r} is not used by {task.value}; leave it out, or choose {fitting}")
 
     def read(source: str, label_names: Sequence[str] | None, *, training: bool) -> Records:
         names = label_names if task.is_classification else None
@@ -189,6 +190,8 @@ def _with_estimates(
         return recipe, None, notes
     if recipe.user_column is not None:
         raise ValueError(f"columns.{names[0]} cannot be estimated for users, only for records; declare it")
+    if (label := label_of(recipe)) in names and column_of(label, declared[label]) == ESTIMATE_CATEGORIES:
+        raise ValueError(f"columns.{label} is the label, whose classes cannot be estimated; declare them")
     columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
     for name in names:
         if name not in columns:
@@ -197,7 +200,9 @@ def _with_estimates(
     places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
     epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
     if not epsilon or (recipe.epsilon is not None and epsilon >= recipe.epsilon):
-        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be set, below epsilon={recipe.epsilon}")
+        if recipe.epsilon is None:
+            raise ValueError("columns_epsilon is missing; without epsilon, set it to what the estimates may cost")
+        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be below epsilon={recipe.epsilon}")
     delta = recipe.delta or default_delta(recipe.num_examples or len(places))
     counts = counts_for(declared, epsilon=epsilon, delta=delta, adjacency=Adjacency(recipe.adjacency))
     if not looks:
@@ -280,6 +285,6 @@ def _notes_on_shared(training: Records, held_out: Records) -> list[str]:
     users = len({*(training.users or ())} & {*(held_out.users or ())})
     if users:
         notes.append(
-            f"{users} users have records in both data and validation_data; the guarantee does not cover scores"
+            f"{users} users have records in both data and validation_data; the guarantee does not cover scores on them"
         )
     return notes
