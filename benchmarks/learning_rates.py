@@ -5,8 +5,9 @@
     python benchmarks/learning_rates.py --from FILE --write FILE    # redo the table of earlier results
 
 "correlated" is the default: shuffled batches with the noise of the least error. "independent" is secret Poisson
-batches with independent noise. The texts are those of the demonstration, 3,851 records in 100 steps of 384; the tables are
-scikit-learn's. Each rate is the largest of a run, with warm-up and linear decay. It needs scikit-learn and transformers.
+batches with independent noise. The texts are those of the demonstration, 3,851 records in 100 steps of 384; the tables
+are scikit-learn's. Each rate is the largest of a run, with warm-up and linear decay. It needs scikit-learn and
+transformers.
 """
 
 from __future__ import annotations
