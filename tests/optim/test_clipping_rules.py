@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dpoptim
+from dpoptim.app.audit.plan_audit import audit_plan
 from dpoptim.noise import TensorPart
 from dpoptim.optim import reference
 from tests.clipping import captured_loops
@@ -248,3 +249,22 @@ def test_plans_with_rules_are_saved_and_stated(clipping):
     fixed = plan.replace(clipping=dpoptim.FixedClipNorm())
     assert plan.epsilon() == fixed.epsilon()
     assert plan.noise_stddevs().gradient_sum == fixed.noise_stddevs().gradient_sum * plan.clipping.noise_factor
+
+
+@pytest.mark.parametrize("clipping", ["adaptive", "normalized", "groups"])
+def test_the_audit_attacks_plans_with_rules(clipping):
+    plan = dpoptim.PrivacyPlan(
+        num_examples=600, batch_size=100, steps=30, clip_norm=0.5, delta=1e-5, noise_multiplier=3.0,
+        clipping=dpoptim.AdaptiveClipNorm() if clipping == "adaptive" else CLIPPING[clipping],
+    )  # fmt: skip
+
+    def make(model, plan, **run):
+        return dpoptim.dp_sgd(model, plan, 0.1, **run)
+
+    def noise_too_small(model, plan, **run):
+        optimizer = make(model, plan, **run)
+        optimizer.mechanism._stddevs["gradient"] *= 0.7
+        return optimizer
+
+    assert audit_plan(plan, make, canaries=1000).passed
+    assert not audit_plan(plan, noise_too_small, canaries=1000).passed

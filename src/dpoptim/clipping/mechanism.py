@@ -48,6 +48,7 @@ class Released:
     gradient: Mapping[str, Tensor]  # the noisy average gradient
     square: Mapping[str, Tensor] | None  # noisy, except under NoiselessSquare, which is not private
     noise_variance: float  # on one coordinate of `gradient`, at scale 1; public
+    clip_factor: float = 1.0  # the step's clip norm over the plan's; public
 
 
 class PrivateMechanism:
@@ -358,11 +359,13 @@ class PrivateMechanism:
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
-        stddev = self._stddevs["gradient"] * self.clip_factor * float(self._row_norms[self.step]) / self.plan.batch_size
+        factor = self.clip_factor
+        stddev = self._stddevs["gradient"] * factor * float(self._row_norms[self.step]) / self.plan.batch_size
+        released = Released(self.step, gradient=sums, square=square, noise_variance=stddev**2, clip_factor=factor)
         self._adapt_clip_norm(clipped)
         self.step += 1
         self._last_processes = self._own_processes
-        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+        return released
 
     def _adapt_clip_norm(self, clipped: Tensor) -> None:
         """Release the share of clipped examples, with noise, and let the next clip norm follow it."""
