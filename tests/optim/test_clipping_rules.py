@@ -108,6 +108,20 @@ def test_an_adaptive_run_resumes_exactly():
     assert again.mechanism.clip_factor == other.mechanism.clip_factor != 1.0
 
 
+def test_the_ledger_tells_clip_norms_apart():
+    """Equal sums with noise of two levels would reveal the noise."""
+    contents = []
+    for factor in (1.0, 1.5):
+        made = task(PLANS["banded noise, shuffled"], torch.float64)
+        plan = PLANS["banded noise, shuffled"].replace(clipping=CLIPPING["adaptive"])
+        optimizer = dpoptim.dp_sgd(made.model, plan, LR, **RUN)
+        optimizer.mechanism.before_step = lambda step, content: contents.append(content)
+        optimizer.mechanism._set_clip_factor(factor)
+        (0 * made.losses(made.model, made.batches[0])).sum().backward()
+        optimizer.step()
+    assert contents[0] != contents[1]
+
+
 def test_an_adaptive_clip_norm_finds_the_quantile():
     """Without noise, the clip norm ends near the norm that the chosen share of gradients does not exceed."""
     plan = dpoptim.PrivacyPlan(
