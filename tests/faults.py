@@ -143,7 +143,7 @@ counts-of-one-column: The counts of several columns cost as much as those of one
     + return self.releases * adjacency.sensitivity_factor
 
 estimates-see-held-out-rows: Estimates also count the rows that are held out.
-    in app/runs/setup.py, found by app/test_tables.py -k held_out
+    in app/data/estimates.py, found by app/test_tables.py -k held_out
     - for place in places.tolist()] for name in names}
     + for place in range(everyone)] for name in names}
 
@@ -154,7 +154,7 @@ numbers-scaled-by-the-data: Columns are centred by their mean over all records.
 
 estimator-scaled-by-the-data: The scikit-learn estimators center the columns by their mean.
     in integrations/sklearn.py, found by integrations/test_sklearn.py -k by_itself
-    - scaled = np.clip((X - (low + high) / 2)
+    - scaled = np.clip((X - center)
     + scaled = np.clip((X - np.nanmean(X, axis=0))
 
 # the mechanism

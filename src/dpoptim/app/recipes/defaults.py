@@ -82,6 +82,11 @@ def validation_fraction(recipe: Recipe) -> float:
     return 0.0 if is_none else VALIDATION_FRACTION
 
 
+def label_of(recipe: Recipe) -> str | None:
+    """The label's column: the recipe's, or "label" or "labels" if it is declared."""
+    return recipe.label_column or next((name for name in ("label", "labels") if name in (recipe.columns or {})), None)
+
+
 def default_learning_rate(recipe: Recipe) -> float:
     """The default for the variant, the kind of model and of noise; 5e-4 worked best with independent noise."""
     is_correlated = has_correlated_noise(recipe.noise, recipe.sampling, has_epsilon=recipe.epsilon is not None)
