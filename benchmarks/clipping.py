@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from learning_rates import SEEDS, TABLES, of_table, of_texts
-from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, with_pip
-from record import heading, markdown_table, read_as, save, setting
+from options import add_json, add_write, at_least, one_line_errors, report, require_packages
+from record import heading, markdown_table, read_as, save, setting, write
 
 EPSILONS = (3.0, 8.0)
 CLIP_NORMS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -80,15 +80,11 @@ def main() -> None:
         with one_line_errors(parser):
             record = read_as(options.earlier, "clipping.py", "tasks")
     else:
-        if missing := missing_packages(("sklearn", "transformers")):
-            parser.exit(1, f"{parser.prog} needs {with_pip(missing)}\n")
+        require_packages(parser, "sklearn", "transformers")
         record = {**setting("cpu", options.commit), "tasks": {}}
         measure(options, record)
     print(markdown(record))
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    write(options, record, markdown(record))
 
 
 if __name__ == "__main__":
