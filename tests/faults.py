@@ -171,8 +171,8 @@ actual-batch-size: The sum is divided by the actual number of examples, not by t
 
 scale-divided-twice: The noise is divided by the square of the scale.
     in noise/streams.py, found by clipping/test_mechanism.py -k Level
-    - flatten(tensors, sums.dtype), value
-    + flatten(tensors, sums.dtype) ** 2, value
+    - divided_by = flatten(tensors, sums.dtype)
+    + divided_by = flatten(tensors, sums.dtype) ** 2
 
 empty-batch-skipped: A step whose sample is empty releases nothing, which shows that it was empty.
     in clipping/mechanism.py, found by optim/test_training.py -k empty
