@@ -208,6 +208,42 @@ def test_one_record_moves_a_step_within_the_bound(clipping):
         assert 0.5 * plan.clip_norm < moved <= plan.clip_norm * rule.noise_factor * (1 + 1e-9)
 
 
+def test_captured_losses_may_reorder_their_rows(monkeypatch):
+    """Then a batch's first rows are not its examples, but the count is still theirs."""
+    tape_graphs(monkeypatch)
+    plan = captured_loops.plan_of(batch_size=8).replace(
+        clipping=dpoptim.AdaptiveClipNorm(rate=1.0), clip_norm=1e-6, noise_multiplier=0.0
+    )
+    factors = []
+    for examples in (8, 7):
+        model = captured_loops.model_of()
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, **RUN)
+        losses = captured_loops.losses_of(model)
+        run = optimizer.captured(lambda x, y, losses=losses: losses(x.flip(0), y.flip(0)), pad_to_multiple=8)
+        ((x, y),) = captured_loops.batches_of((8, 2))
+        for _ in range(3):
+            run(x[:examples], y[:examples])
+            optimizer.step()
+        factors.append(math.log(optimizer.mechanism.clip_factor) / 3)
+    assert factors == pytest.approx([0.5, 7 / 8 - 0.5])  # all examples are clipped
+
+
+def test_rounding_at_the_clip_norm_does_not_move_the_count():
+    """As harmful records could: many equal gradients of the length of the clip norm."""
+    plan = dpoptim.PrivacyPlan(
+        num_examples=500, batch_size=500, steps=1, clip_norm=1.0, noise_multiplier=0.0,
+        clipping=dpoptim.AdaptiveClipNorm(rate=1.0),
+    )  # fmt: skip
+    found = []
+    for length in (1 - 1e-6, 1 + 1e-6):
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, **RUN)
+        model(torch.full((500, 1), length)).sum().backward()
+        optimizer.step()
+        found.append(500 * math.log(optimizer.mechanism.clip_factor))
+    assert abs(found[0] - found[1]) < 0.05
+
+
 def test_adaptive_batches_run_as_graphs(monkeypatch):
     """A replay reads the clip norm of its own step."""
     tape_graphs(monkeypatch)
@@ -242,6 +278,10 @@ def test_adaptive_batches_run_as_graphs(monkeypatch):
         (lambda: dpoptim.GroupClipNorms(groups=(("a", 1.0),)).groups_of(["b"]), "'b' is in no group"),
         (lambda: dpoptim.GroupClipNorms(groups=(("", 1.0), ("a", 1.0))).groups_of(["b"]), "'a' has no trained"),
         (lambda: PLANS["banded noise, shuffled"].replace(clipping="adaptive"), "Expected clipping such as"),
+        (
+            lambda: PLANS["banded noise, shuffled"].replace(clipping=type("Own", (dpoptim.FixedClipNorm,), {})()),
+            "Expected",
+        ),
         (
             lambda: PLANS["banded noise, shuffled"].replace(
                 clipping=dpoptim.AdaptiveClipNorm(), release=dpoptim.JointMoments()

@@ -1,7 +1,7 @@
 """Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
 
 Guarantee: each example adds a vector v with ‖scale ⊙ v‖ ≤ clip_norm, up to the rounding of the sum. An example whose
-gradient is not finite, or has a norm above 1.8e19 whose square overflows float32, adds nothing. In the scaled norm, the
+gradient is not finite, or has a norm above 1e18, adds nothing. In the scaled norm, the
 sum therefore changes by at most clip_norm under zero-out or add-remove adjacency, and by at most 2·clip_norm when one
 example replaces another. The scale enters the norm only: dividing the noise by it equals scaling, adding noise and
 unscaling.
@@ -23,7 +23,7 @@ from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.data.shards import Shards, own_part
 from dpoptim.kernels import norms
-from dpoptim.kernels.clip_weights import ClipResult, clip_weights
+from dpoptim.kernels.clip_weights import ClipResult, clip_weights, clipped_part
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.kernels.norm_methods import Explanation
@@ -110,17 +110,17 @@ class ClippedSums:
             raise ValueError("nothing has been differentiated yet; call this after the first step")
         return self._explanation
 
-    def take(self) -> tuple[FlatTensors, FlatTensors | None, Tensor]:
-        """Return (Σ c_j g_j, Σ (c_j g_j)² or None, number of clipped examples), and empty the accumulator.
+    def clipped_examples(self) -> Tensor:
+        """How many examples of this step are clipped, if the clip norm is adaptive; read before `take`."""
+        none = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        return torch.stack([none, *self._clipped]).sum()
 
-        The number is 0 unless the clip norm is adaptive.
-        """
+    def take(self) -> tuple[FlatTensors, FlatTensors | None]:
+        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) of all parameters, and empty the accumulator."""
         try:
             self.engine.end_step()
             self._settle()
-            squares = self._square_sums.taken() if self._square_sums is not None else None
-            none = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
-            taken = self._sums.taken(), squares, torch.stack([none, *self._clipped]).sum()
+            taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         except BaseException:
             self._forget()
             raise
@@ -184,12 +184,12 @@ class ClippedSums:
             self.clip_and_sum_rows(gradients, rows(), factor, clip_norm)  # read only now, to keep the device busy
         return found
 
-    def _note(self, own_norms: Tensor, counts: Tensor) -> None:
-        """Keep what clipping did to a physical batch. An example counts once, however its norm comes out."""
+    def _note(self, norms: Tensor, counts: Tensor, examples: int | None = None) -> None:
+        """Keep what clipping did to a physical batch, with the norms of all its rows."""
         self._outcomes.append(counts)
-        self.norms.append(own_norms)
-        if self.is_adaptive:
-            self._clipped.append((own_norms > self.clip_norm).sum())
+        self.norms.append(norms[:examples].clone())
+        if self.is_adaptive:  # a row counts between 0 and 1, and padding, which has no gradient, counts 0
+            self._clipped.append(clipped_part(norms / self.clip_norm).sum())
 
     def _group_by_user(self, batch: PhysicalBatch) -> Tensor:
         """Replace the gradients of rows with the sums over each user's rows; return what turns these into means."""
@@ -309,7 +309,7 @@ class ClippedSums:
         counts = found.counts.clone()
         padding_is_nonfinite = ((found.weights == 0) & ~found.needs_recompute)[examples:]
         counts[1] -= padding_is_nonfinite.sum()
-        self._note(found.norms[:examples].clone(), counts)
+        self._note(found.norms, counts, examples)  # a loss may reorder its rows, so all of them are counted
 
         def settle() -> None:
             if rows := rows_to_recompute():

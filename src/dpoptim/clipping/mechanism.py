@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dpoptim.arguments import check_whole
+from dpoptim.arguments import check_number, check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.data import batch_handshake
 from dpoptim.data.processes import Processes
@@ -88,7 +88,6 @@ class PrivateMechanism:
             warnings.warn(line, stacklevel=2)
         self.key, run_id = self.processes.shared_run("optimizer", key, run_id)
         self.step = 0
-        self.clip_factor = 1.0  # this step's clip norm over the plan's; a function of released values
         self.noise_memory = noise_memory
         strategies = {"gradient": self.plan.strategy}
         if self.plan.noise_stddevs().square:
@@ -106,6 +105,7 @@ class PrivateMechanism:
             by_user=plan.unit == "user",
             rule=self.plan.clipping,
         )
+        self._set_clip_factor(1.0)
         self._sums.engine.attach()
         self._own_processes = f"{self.processes.count}{'' if self.shards is None else ' with sharded parameters'}"
         self._last_processes = self._own_processes  # that took the last step; others round sums differently
@@ -178,6 +178,7 @@ class PrivateMechanism:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue the run of a `state`, and drop what has been accumulated."""
         run_id, step = state["run_id"], check_whole("step", state["step"], low=0)
+        check_number("clip_factor", state["clip_factor"], above=0.0)
         if self.step > 0 and (run_id != self.run_id or step < self.step):
             which = "belongs to a different run" if run_id != self.run_id else f"is before step {self.step}"
             raise ValueError(
@@ -338,7 +339,8 @@ class PrivateMechanism:
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         try:
-            sums, square_sums, clipped = self._sums.take()
+            clipped = self._sums.clipped_examples()
+            sums, square_sums = self._sums.take()
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
         if self.shards is None:
@@ -362,22 +364,28 @@ class PrivateMechanism:
         factor = self.clip_factor
         stddev = self._stddevs["gradient"] * factor * float(self._row_norms[self.step]) / self.plan.batch_size
         released = Released(self.step, gradient=sums, square=square, noise_variance=stddev**2, clip_factor=factor)
-        self._adapt_clip_norm(clipped)
-        self.step += 1
+        next_factor = self._next_clip_factor(clipped)
+        self.step += 1  # before anything of the release can be seen
         self._last_processes = self._own_processes
+        self._set_clip_factor(next_factor)
         return released
 
-    def _adapt_clip_norm(self, clipped: Tensor) -> None:
-        """Release the share of clipped examples, with noise, and let the next clip norm follow it."""
+    def _next_clip_factor(self, clipped: Tensor) -> float:
+        """Release the share of clipped examples, with noise, and return the clip factor that follows from it."""
         rule = self.plan.clipping
         if not isinstance(rule, AdaptiveClipNorm) or self._count_noise is None:
-            return
+            return self.clip_factor
         weight = rule.count_weight * self.plan.clip_norm
         noisy = weight * float(clipped) + self._stddevs["gradient"] * float(self._count_noise.row(self.step))
-        self._set_clip_factor(rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size)))
+        return rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size))
+
+    @property
+    def clip_factor(self) -> float:
+        """The next step's clip norm over the plan's: 1, unless it is adaptive. A function of released values."""
+        return self._clip_factor
 
     def _set_clip_factor(self, factor: float) -> None:
-        self.clip_factor, self._sums.clip_norm = factor, self.plan.clip_norm * factor
+        self._clip_factor, self._sums.clip_norm = factor, self.plan.clip_norm * factor
 
     def _content(
         self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None, clipped: Tensor

@@ -140,9 +140,9 @@ class AdaptiveRun(Run):
     def privatize(self, theta: Tensor, t: int, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         kappa, scaled = self.factors[t], scale * self.gradients(theta, t)
         clip_norm = kappa * self.clip_norm
-        clipped, is_clipped = clip(scaled, clip_norm), scaled.norm(dim=1) > clip_norm
+        clipped, ratios = clip(scaled, clip_norm), scaled.norm(dim=1) / clip_norm
         weight = self.count_weight * self.clip_norm
-        noisy_count = weight * int(is_clipped.sum()) + self.noise_stddev * self.count_noise[t]
+        noisy_count = weight * float((10 * (ratios - 0.95)).clamp(0, 1).sum()) + self.noise_stddev * self.count_noise[t]
         share = noisy_count / (weight * self.batch_size)
         self.factors.append(kappa * math.exp(self.rate * (float(share) - (1 - self.quantile))))
         return (clipped.sum(0) + kappa * self.noise_stddev * self.noise[t]) / self.batch_size, clipped

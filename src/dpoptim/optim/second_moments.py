@@ -57,7 +57,7 @@ class NoiseCorrected(SecondMoment):
         total = bundle.state["noise_moment"]
         rule.accumulate(total, torch.tensor(released.noise_variance, dtype=torch.float64), bundle.group)
         bias = float(rule.estimate(total, bundle.group, bundle.step))
-        floor = bundle.group["eps"] * bundle.clip_factor
+        floor = bundle.group["eps"] * released.clip_factor
         return (nu_hat - bias).clamp_(min=floor**2).sqrt_()
 
 

@@ -49,7 +49,7 @@ class NormalizedGradients(FixedClipNorm):
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        check_number("stability", self.stability, above=0.0)
+        check_number("stability", self.stability, low=1e-12, hint="float32 does not measure smaller norms.")
 
     def describe(self, clip_norm: float) -> str:
         return f"divided by its norm + {self.stability:g} and multiplied by {clip_norm:g}"
@@ -64,6 +64,7 @@ class GroupClipNorms(FixedClipNorm):
             name begins with; "" holds all others.
 
     Guarantee: the squares of the groups' clip norms sum to ζ², so the whole clipped gradient has a norm of at most ζ.
+    Rounding errors are bounded relative to the gradient of their group: do not multiply losses by large constants.
 
     >>> GroupClipNorms(groups=(("", 9.0), ("head.", 16.0))).groups_of(["body.weight", "head.weight"])
     [(['body.weight'], 0.6), (['head.weight'], 0.8)]
@@ -104,8 +105,8 @@ class GroupClipNorms(FixedClipNorm):
 class AdaptiveClipNorm(FixedClipNorm):
     """Clip to ζ_t, which follows a quantile of the norms by noisy counts (Andrew et al., 2021).
 
-    ζ_1 = ζ. Step t also releases p̃_t, the noisy number of examples with a norm above ζ_t over the expected batch size,
-    and ζ_{t+1} = ζ_t·exp(rate·(p̃_t − (1 − quantile))), within a factor of 10,000 of ζ.
+    ζ_1 = ζ. Step t also releases p̃_t, the noisy number of clipped examples over the expected batch size, and
+    ζ_{t+1} = ζ_t·exp(rate·(p̃_t − (1 − quantile))), within a factor of 10,000 of ζ. An example near ζ_t counts in part.
 
     Args:
         quantile: The share of gradients that ζ_t should exceed.
@@ -114,10 +115,10 @@ class AdaptiveClipNorm(FixedClipNorm):
             grows by √(1 + a²), and the noise on p̃ is noise_multiplier·√(1 + a²)/(a·batch_size) if it is independent.
 
     Guarantee: let κ_t = ζ_t/ζ, a function of earlier releases. At each participation an example adds the vector
-    x = (c·g/κ_t, aζ·b), where ‖c·g‖ ≤ ζ_t, and b is 1 if it was clipped, else 0. So ‖x‖² ≤ ζ² + a²ζ² for any history.
-    A missing example, or a gradient of 0, adds 0. Under `REPLACE` two examples differ by at most twice this bound. The
-    mechanism adds ζ·√(1 + a²)·σ·(a row of noise, by one strategy) to both parts, so ε is that of a fixed clip norm at
-    the same σ. The gradient is released times κ_t.
+    x = (c·g/κ_t, aζ·b), where ‖c·g‖ ≤ ζ_t, and b in [0, 1] is how far it was clipped. So ‖x‖² ≤ ζ² + a²ζ² for any
+    history. A missing example, or a gradient of 0, adds 0. Under `REPLACE` two examples differ by at most twice this
+    bound. The mechanism adds ζ·√(1 + a²)·σ·(a row of noise, by one strategy) to both parts, so ε is that of a fixed
+    clip norm at the same σ. The gradient is released times κ_t.
     """
 
     quantile: float = 0.5
@@ -127,7 +128,7 @@ class AdaptiveClipNorm(FixedClipNorm):
     def __post_init__(self) -> None:
         check_number("quantile", self.quantile, above=0.0, below=1.0)
         check_number("rate", self.rate, above=0.0)
-        check_number("count_weight", self.count_weight, above=0.0)
+        check_number("count_weight", self.count_weight, above=0.0, high=100.0)
 
     @property
     def noise_factor(self) -> float:
@@ -145,6 +146,10 @@ class AdaptiveClipNorm(FixedClipNorm):
     def describe(self, clip_norm: float) -> str:
         text = f"clipped to a norm that starts at {clip_norm:g} and follows the {self.quantile:g} quantile, and the "
         return text + f"count of those clipped (budget: noise times {self.noise_factor:.6g})"
+
+
+RULES = (FixedClipNorm, NormalizedGradients, GroupClipNorms, AdaptiveClipNorm)
+"""Those with a proof; a subclass may have none."""
 
 
 def _module_of(name: str) -> str:

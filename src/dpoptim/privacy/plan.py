@@ -118,7 +118,7 @@ class PrivacyPlan:
             raise ValueError(f"Expected sampling Shuffled(), Poisson() or CyclicPoisson(), got {self.sampling!r}.")
         if not isinstance(self.release, Release):
             raise ValueError(f"Expected a release such as Gradient(), got release={self.release!r}.")
-        if not isinstance(self.clipping, FixedClipNorm):
+        if type(self.clipping) not in clipping_rules.RULES:
             raise ValueError(f"Expected clipping such as AdaptiveClipNorm(), got clipping={self.clipping!r}.")
         release_types.check_noise("noise", self.noise)
         self._refuse_unproved()
