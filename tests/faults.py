@@ -308,6 +308,31 @@ order-unchecked: A collator that sorts gives a user the rows of others.
     - if not keeps and any(
     + if False and any(
 
+count-without-noise: An adaptive clip norm follows the exact count of clipped examples.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "count_has_the_noise"
+    - noisy = weight * float(clipped) + self._stddevs["gradient"] *
+    + noisy = weight * float(clipped) + 0.0 *
+
+clip-factor-not-in-noise: The noise does not grow with an adaptive clip norm.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "noise_of_an_adaptive_run"
+    - stddev = self._stddevs[stream] * self.clip_factor
+    + stddev = self._stddevs[stream]
+
+clip-factor-not-in-ledger: A step may be repeated with the same sums and noise of a different level.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k ledger
+    - {settings} {self.clip_factor!r} "
+    + {settings} "
+
+groups-at-whole-norm: Each group of parameters is clipped to the whole clip norm.
+    in privacy/clipping_rules.py, found by optim/test_clipping_rules.py -k "one_record and groups"
+    - (found[prefix], math.sqrt(weight / total))
+    + (found[prefix], 1.0)
+
+normalized-without-norm: Normalized gradients are not divided by their norms.
+    in kernels/clip_weights.py, found by optim/test_clipping_rules.py -k "one_record and normalized"
+    - clip_norm / (norms * factor + stability)
+    + clip_norm / (0 * norms + stability)
+
 # optimizers
 
 bias-added: Bias correction adds the noise's share to the second moment instead of subtracting it.

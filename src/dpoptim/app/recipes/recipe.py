@@ -32,6 +32,7 @@ TASKS = (
     "tabular-regression",
 )  # fmt: skip
 ADJACENCIES = ("zero-out", "add-remove", "replace")
+CLIPPING = ("fixed", "adaptive", "normalized")
 TARGETS = ("none", "tensorboard", "wandb")
 TABULAR_MODELS = ("mlp", "linear")
 BUILT_IN = (*TABULAR_MODELS, "small-cnn")
@@ -182,6 +183,9 @@ class Recipe:
         "banded-inverse:BANDS, buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
+    clipping: str = _setting("fixed", _one_of(*CLIPPING), PRIVACY,
+        "default: fixed, at --clip-norm; adaptive follows the median norm from there, for a part of the budget; "
+        "normalized divides each gradient by its norm")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
     columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
