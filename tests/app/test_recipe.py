@@ -91,6 +91,9 @@ def test_bad_recipe_files_are_refused(tmp_path):
     broken.write_text("epsilon = 1.0")
     with pytest.raises(ValueError, match="model is missing"):
         read_recipe(broken)
+    broken.write_text('data = "d.csv"\n[columns]\nage = ["a"]\nmodel = "mlp"')
+    with pytest.raises(ValueError, match=r"model is under \[columns\]; move it above that line"):
+        read_recipe(broken)
 
 
 def test_overrides_replace_their_rivals(tmp_path):

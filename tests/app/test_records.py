@@ -211,10 +211,13 @@ def test_invalid_labels_are_refused_if_they_were_requested(tmp_path):
     path = write(tmp_path, "jsonl", {"text": TEXTS, "label": [0.5, 1, 1, 0, 0]})
     with pytest.raises(ValueError, match="has 1 values that are neither class names nor whole numbers"):
         read_records(path, label_column="label")
-    path = write(tmp_path, "csv", {"text": TEXTS, "label": ["0.5", "nan", "1", "1.0", "a"]})
+    path = write(tmp_path, "csv", {"text": TEXTS, "label": ["0.5", "1.5", "1", "1.0", "a"]})
     with pytest.raises(ValueError, match="has 2 values that are neither class names nor whole numbers"):
         read_records(path, label_column="label")
-    read_records(path, label_column="label", label_names=["0.5", "nan", "1", "1.0", "a"])
+    path = write(tmp_path, "csv", {"text": TEXTS, "label": ["0.5", "NA", "1", "1.0", "a"]})
+    with pytest.raises(ValueError, match=r"has 1 records with NA, None or the like as label .* or declare label_names"):
+        read_records(path, label_column="label")
+    read_records(path, label_column="label", label_names=["0.5", "NA", "1", "1.0", "a"])
     path = write(tmp_path, "csv", {"text": TEXTS * 8, "label": [f"patient {number}" for number in range(40)]})
     with pytest.raises(ValueError, match="has 40 different labels in 40 records; use a different column") as error:
         read_records(path, label_column="label")
@@ -316,6 +319,7 @@ def test_images_of_a_saved_dataset_are_decoded_lazily(tmp_path):
         ("a.csv", "", "has no records; there is nothing to train on"),
         ("a.txt", "\n \n", "has no records; there is nothing to train on"),
         ("a.jsonl", "[" * 100_000, "line 1 is not a JSON object"),
+        ("a.jsonl", '{"text": ' + "1" * 5_000 + "}", "line 1 is not a JSON object"),
         ("a.jsonl", '["x"]\n', "line 1 is not a JSON object"),
         ("a.jsonl", '{"text": 5}\n', "has 1 values that are not strings (first: 'a.jsonl', record 1); choose"),
         ("a.jsonl", '{"text": "x"}\n\n{"text": secret}\n', "line 3 is not a JSON object"),

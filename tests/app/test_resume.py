@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +18,7 @@ import time
 import pytest
 import torch
 
-from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.app import Recipe, RunDirectory, load_trained, resume, train
 from dpoptim.app.cli.main import main
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
@@ -26,6 +27,7 @@ from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
 from tests.app.runs import (
     CrashAfter,
     StopAfter,
+    copy_run,
     log_of,
     parameters_at,
     rows_recipe,
@@ -267,6 +269,21 @@ def test_a_finished_run_is_not_trained_again(trained_run):
     assert (trained_run / "log.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_without_its_model_makes_it_again(trained_run, tmp_path, capsys):
+    copy = copy_run(trained_run, tmp_path / "run")
+    shutil.rmtree(copy.model)
+    assert main(["train", "--resume", str(copy.path)]) == 0
+    printed = capsys.readouterr().err
+    assert "already finished" not in printed
+    assert "holds the noise key" in printed
+    assert same(load_trained(copy.path).state_dict(), load_trained(trained_run).state_dict())
+    shutil.rmtree(copy.secret_folder)
+    assert main(["train", "--resume", str(copy.path)]) == 0
+    printed = capsys.readouterr().err
+    assert "already finished" in printed
+    assert "holds the noise key" not in printed, "there is none"
+
+
 def test_missing_or_changed_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         resume(tmp_path)
@@ -281,7 +298,16 @@ def test_missing_or_changed_files_are_named(tmp_path):
     key.chmod(0o600)
     with pytest.raises(ValueError, match="a different noise key"):
         resume(tmp_path / "run")
+    key.write_bytes(bytes(10))
+    with pytest.raises(ValueError, match=r"noise\.key is damaged. Restore it"):
+        resume(tmp_path / "run")
     key.write_bytes(secret)
+    recipe = RunDirectory(tmp_path / "run").recipe_file
+    text = recipe.read_text()
+    recipe.write_text("")
+    with pytest.raises(ValueError, match=r"recipe\.toml is damaged \(model is missing\)\. Restore the original\.$"):
+        resume(tmp_path / "run")
+    recipe.write_text(text)
     (tmp_path / "rows.csv").write_text("a,b,c,label\n1,2,3,yes\n1,2,4,no\n")
     with pytest.raises(ValueError, match="training records"):
         resume(tmp_path / "run")

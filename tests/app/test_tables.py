@@ -207,6 +207,49 @@ def test_the_guide_declares_columns_correctly():
         assert is_missing(missing)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"drop": ["outcome"]}, r"drop=\['outcome'\] has the label 'outcome'; leave it out"),
+        ({"drop": ["*", "ward"], "user_column": "ward", "records_per_user": 2}, "user_column='ward' is not a feature"),
+        ({"task": "tabular-regression"}, "'outcome' is not declared; declare its range, as --columns outcome=0:50"),
+        ({"label_column": "stay"}, r"for a regression declare its range, as --columns stay=0:50"),
+        ({"task": "masked-lm"}, "model='mlp' does not do masked-lm; 'mlp' does tabular-classification"),
+        ({"columns": {"admitted": {"low": 0, "high": 1}}}, r"or leave it out \(--drop\)"),
+        (
+            {"label_column": "outcome", "columns": {"outcome": {"low": 0, "high": 1}, "ward": ["a"]}},
+            "correct them, or declare the classes of the label",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(tmp_path, changes, named):
+    with pytest.raises(ValueError, match=named):
+        prepare_run(recipe_for(tmp_path, **changes))
+
+
+def test_classes_that_were_read_are_noted(tmp_path):
+    found = "2 classes read from the data: ill, well"
+    assert found in prepare_run(recipe_for(tmp_path)).notes
+    declared = {**DECLARED, "outcome": ["ill", "well"]}
+    for changes in ({"label_names": ("ill", "well")}, {"columns": declared}):
+        assert found not in prepare_run(recipe_for(tmp_path, **changes)).notes
+    ages = tmp_path / "ages.csv"
+    ages.write_text("ward,age\n" + "".join(f"a,{place % 30}\n" for place in range(200)))
+    recipe = recipe_for(tmp_path, data=str(ages), label_column="age", columns={"ward": ["a", "b"]})
+    (note,) = prepare_run(recipe).notes
+    assert re.fullmatch(r"\d+ classes read from the data: .*, \.\.\.; for a regression declare .*=0:110", note)
+
+
+def test_declarations_that_fit_few_held_out_records_are_noted(tmp_path):
+    assert len(prepare_run(recipe_for(tmp_path, validation_fraction=0.25)).notes) == 1, "the classes only"
+    wrong = {"age": {"low": 0, "high": 1}, "ward": ["A", "b"], "dose": {"center": 10, "scale": 5}}
+    held_out = prepare_run(recipe_for(tmp_path, columns=wrong, validation_fraction=0.25))
+    rows = list(csv.DictReader((tmp_path / "patients.csv").open()))[3::4]
+    ages, wards = sum(row["age"] not in ("", "0", "1") for row in rows), sum(row["ward"] != "b" for row in rows)
+    counts = f"'age' in {ages}, 'ward' in {wards} of {len(rows)} held-out records"
+    assert f"outside the declared range or categories: {counts}; check [columns]" in held_out.notes
+
+
 # -- runs and predictions ---------------------------------------------------------------------------------------------
 
 
@@ -245,6 +288,16 @@ def test_predictions_are_those_of_the_model(runs, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert [row["prediction"] for row in printed] == found.values
     assert printed[0]["probability of ill"] + printed[0]["probability of well"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_predict_does_not_overwrite_its_input(runs, tmp_path, capsys):
+    data = Path(write_patients(tmp_path / "patients.csv", count=5))
+    before = data.read_bytes()
+    (tmp_path / "link.csv").symlink_to(data)
+    for given, out in ((data, data), (tmp_path / "link.csv", data), (data, tmp_path / "link.csv"), (tmp_path, data)):
+        assert main(["predict", str(runs / "classes"), "--data", str(given), "--out", str(out)]) == 2
+        assert "would write into --data" in capsys.readouterr().err
+        assert data.read_bytes() == before
 
 
 def test_predict_needs_the_columns_of_the_run(runs, tmp_path, capsys):
@@ -330,5 +383,5 @@ def test_hidden_columns_are_refused(tmp_path):
 
 def test_estimates_of_an_earlier_run_are_reported(tmp_path):
     copied = {**DECLARED, "age": {"center": 50.0, "scale": 20.0, "estimated": True}}
-    (note,) = prepare_run(recipe_for(tmp_path, columns=copied)).notes
+    note, _ = prepare_run(recipe_for(tmp_path, columns=copied)).notes
     assert note == "age: estimated by an earlier run, whose epsilon adds to this one's"

@@ -100,11 +100,15 @@ def test_built_in_model_is_loaded_with_its_sizes(trained_run):
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
+FOREIGN = (b"hello\n", b"age,ward\n30,a\n", pickle.dumps(print, protocol=4))
+
+
+@pytest.mark.filterwarnings("error")
 def test_broken_model_is_named(trained_run, tmp_path):
     copy = copy_run(trained_run, tmp_path / "run")
     file = copy.model / "model.pt"
     whole = file.read_bytes()
-    for content in (b"", whole[:100], pickle.dumps(print, protocol=2), pickle.dumps([1], protocol=2)):
+    for content in (b"", whole[:100], pickle.dumps(print, protocol=2), pickle.dumps([1], protocol=2), *FOREIGN):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"model\.pt cannot be read \(.+\)\. Restore the original\.$") as error:
             load_trained(copy.path)

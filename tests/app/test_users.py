@@ -122,6 +122,27 @@ def test_a_record_without_a_user_is_named(tmp_path):
         prepare_run(recipe)
 
 
+@pytest.mark.parametrize(
+    ("ids", "named"),
+    [
+        (("NA", "p"), "has 1 records without a user"),
+        (("p", "NaN"), "has 1 records without a user"),
+        (
+            ("12", "12.0"),
+            r"has 1 ids such as 12\.0 that also occur as 12 \(first: .*record 2\); write each id in one way",
+        ),
+    ],
+)
+def test_missing_users_and_users_with_two_ids_are_refused(tmp_path, ids, named):
+    file = tmp_path / "visits.csv"
+    file.write_text("a,patient,label\n" + "".join(f"1,{own},yes\n" for own in ids))
+    declared = {"a": {"low": 0, "high": 1}}
+    with pytest.raises(ValueError, match=named):
+        read_records(file, user_column="patient", declared=declared)
+    file.write_text("a,patient,label\n1,12.0,yes\n2,p.0,no\n2,p,no\n")
+    assert read_records(file, user_column="patient", declared=declared).users == ["12.0", "p.0", "p"]
+
+
 def test_users_in_training_and_validation_data_are_noted(tmp_path):
     held_out = tmp_path / "other.csv"
     held_out.write_text("a,b,c,label,patient\n1,2,3,yes,patient-37\n2,1,0,no,new\n")
@@ -138,6 +159,7 @@ def test_dry_run_speaks_of_users(tmp_path, capsys):
     assert "38 training users" in printed
     assert "steps of 8 users, at most 2 records of each, with" in printed
     assert "Protected:          one user" in printed
+    assert main([*train_on, "--user-column", "patient", "--records-per-user", "40", "--dry-run"]) == 0, "any number"
 
 
 def test_plan_speaks_of_users(capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.app.audit.checks import Check
-from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import log_lines, parsed, plan_and_epsilon
 from dpoptim.integrations.named_settings import CLIPPING, noise_of, sampling_of
@@ -29,7 +29,7 @@ def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     """Check a run's files, without reading any record; return its plan, its recipe and the checks."""
     run = RunDirectory(folder)
     run.check_is_run()
-    recipe = read_recipe(run.recipe_file)
+    recipe = run.read_recipe()
     plan, claimed = parsed(run.plan_file, plan_and_epsilon)
     key_answer, key = _key(run)
     log = log_lines(run.log_file) if run.log_file.is_file() else None

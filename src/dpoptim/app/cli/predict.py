@@ -34,6 +34,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the predictions, or write them to a file."""
     if options.out is not None:
         check_target("--out", options.out, ".csv")
+        data, out = Path(options.data).expanduser().resolve(), options.out.resolve()
+        if data.exists() and data in (out, *out.parents):
+            raise ValueError(f"--out {options.out} would write into --data {options.data}; choose a different file")
     from dpoptim.app.runs.predict import predict
 
     header, rows = predict(options.run_directory, options.data).rows()

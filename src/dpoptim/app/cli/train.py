@@ -105,7 +105,8 @@ def _resume(options: argparse.Namespace, over: dict[str, Any], progress: Progres
         raise ValueError(f"--resume uses the run's own recipe and takes no {given}; leave it out")
     if Path(options.resume, "request.json").is_file():
         raise ValueError(f"{options.resume} is a comparison; resume it with the `dpoptim compare` command that made it")
-    was_finished = last_reason(Path(options.resume).expanduser()) == "finished"
+    directory = Path(options.resume).expanduser()
+    was_finished = last_reason(directory) == "finished" and (directory / "model").is_dir()
     summary = resume(options.resume, **over, progress=progress)
     if int(os.environ.get("RANK", "0")) > 0:
         return 0
@@ -205,5 +206,6 @@ def _report(summary: dict[str, Any], options: argparse.Namespace) -> int:
         say(f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
     say(f"model: {summary['model']}; statement and log: {summary['run']}")
     secret = RunDirectory(Path(summary["run"])).secret_folder
-    say(f"{secret} holds the noise key: keep it or delete it, but never share it")
+    if secret.is_dir():
+        say(f"{secret} holds the noise key: keep it or delete it, but never share it")
     return 0

@@ -152,7 +152,7 @@ def _read_jsonl(path: Path) -> Columns:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             row = None
-            with contextlib.suppress(json.JSONDecodeError, RecursionError):  # its message may quote the record
+            with contextlib.suppress(ValueError, RecursionError):  # its message may quote the record
                 row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError(f'data {str(path)!r}, line {number} is not a JSON object such as {{"text": "…"}}')

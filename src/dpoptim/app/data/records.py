@@ -50,6 +50,8 @@ class Records:
     images: Sequence[Any] = ()
     features: NDArray[np.float32] | None = None  # [records, columns]
     feature_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    unfit: NDArray[np.bool_] | None = None  # [records, columns]: outside the declared range, or in no declared category
     labels: NDArray[Any] | None = None  # [records]
     label_names: tuple[str, ...] = ()
     label_scale: Number | None = None
@@ -91,6 +93,7 @@ class Records:
             self,
             **{_FIELDS[self.kind]: contents},
             labels=None if self.labels is None else self.labels[chosen],
+            unfit=None if self.unfit is None else self.unfit[chosen],
             users=None if self.users is None else [self.users[i] for i in chosen],
             locate=lambda index: self.locate(int(chosen[index])),
         )
@@ -155,8 +158,14 @@ def read_records(
     users = None
     if user_column is not None and user_column in columns:
         users, columns = list(columns[user_column]), {own: columns[own] for own in columns if own != user_column}
-        missing = [index for index, user in enumerate(users) if user is None or user == "" or user != user]
-        refuse(missing, locate, f"user_column={user_column!r}", "records without a user", "every record needs one")
+        what = f"user_column={user_column!r}"
+        missing = [index for index, user in enumerate(users) if tables.is_missing(user)]
+        refuse(missing, locate, what, "records without a user", "every record needs one, and NA is not an id")
+        ids = {user for user in users if isinstance(user, str) and user.isdecimal()}
+        twice = [index for index, user in enumerate(users) if str(user).endswith(".0") and str(user)[:-2] in ids]
+        refuse(twice, locate, what, "ids such as 12.0 that also occur as 12", "write each id in one way")
+        if user_column in {*(declared or ()), *drop}:
+            raise ValueError(f"{what} is not a feature; leave it out of columns and drop")
     elif user_column is not None and not users_may_lack:
         raise ValueError(f"user_column={user_column!r} is not a column; the columns are {', '.join(columns)}")
     chosen = (text_column, label_column, kind, label_names, declared or {}, drop)
@@ -251,16 +260,21 @@ class _Reader:
     def _table(self, label: str, names: Sequence[str]) -> Records:
         """The columns of a table, each encoded as it is declared."""
         declared = {name: part for name, part in self.declared.items() if name != label}
+        if label in self.drop:
+            raise ValueError(f"drop={list(self.drop)} has the label {label!r}; leave it out, or set label_column")
         chosen = chosen_columns(names, declared, self.drop, self.source)
         if not chosen:
             raise ValueError(f"data {self.source!r} has no column besides the label, so there are no features")
         features, feature_names = tables.encode_table(self.columns, declared, chosen, self.locate)
-        return self._records(RecordKind.TABULAR, label, features=features, feature_names=feature_names)
+        unfit = np.stack([tables.unfit(name, declared[name], self.columns[name], self.locate) for name in chosen], 1)
+        found = {"features": features, "feature_names": feature_names, "columns": tuple(chosen), "unfit": unfit}
+        return self._records(RecordKind.TABULAR, label, **found)
 
     def _records(self, kind: RecordKind, label: str | None, **contents: Any) -> Records:
         own = None if label is None or label not in self.declared else column_of(label, self.declared[label])
         if label is not None and isinstance(own, Number):
-            numbers = tables.numbers(label, self.columns[label], self.locate)
+            advice = "correct them, or declare the classes of the label"
+            numbers = tables.numbers(label, self.columns[label], self.locate, advice)
             absent = np.flatnonzero(np.isnan(numbers)).tolist()
             refuse(absent, self.locate, f"label_column={label!r}", "records without a label", "every record needs one")
             contents |= {"labels": tables.scaled(own, numbers).astype(np.float32), "label_scale": own}
@@ -304,7 +318,10 @@ class _Reader:
             values = [declared[value] if value is not None and value >= 0 else None for value in values]
         try:
             declared = own.names if isinstance(own, Categories) else declared
-            return _label_places(list(values), self.label_names or declared, f"label_column={label!r}", self.locate)
+            what, advice = f"label_column={label!r}", "use a different column, or declare label_names in a recipe"
+            if needed:
+                advice = f"for a regression declare its range, as --columns {label}=0:50, else label_names in a recipe"
+            return _label_places(list(values), self.label_names or declared, what, self.locate, advice)
         except ValueError:
             if needed or self.label is not None or self.label_names is not None:
                 raise
@@ -339,13 +356,16 @@ def _is_label(value: Any, *, declared: bool) -> bool:
 
 
 def _label_places(
-    values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
+    values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate, advice: str
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
     wrong = [index for index, value in enumerate(values) if value is None or value == ""]
     refuse(wrong, locate, what, "records without a label", "every record needs one")
+    if declared is None:
+        wrong = [index for index, value in enumerate(values) if tables.is_missing(value)]
+        named = "every record needs one, or declare label_names if such a word is a class"
+        refuse(wrong, locate, what, "records with NA, None or the like as label", named)
     wrong = [index for index, value in enumerate(values) if not _is_label(value, declared=declared is not None)]
-    advice = "use a different column, or declare label_names in a recipe"
     refuse(wrong, locate, what, "values that are neither class names nor whole numbers", advice)
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:

@@ -32,7 +32,10 @@ def text_of(value: Any) -> str:
     return str(int(value) if is_whole else value).strip()
 
 
-def numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.float64]:
+_ADVICE = "correct them or leave them empty, declare the column as categories, or leave it out (--drop)"
+
+
+def numbers(name: str, values: Sequence[Any], locate: Locate, advice: str = _ADVICE) -> NDArray[np.float64]:
     """The values of a column of numbers; NaN where they are missing.
 
     Raises:
@@ -46,7 +49,6 @@ def numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.floa
             return math.nan if is_missing(value) else math.inf
 
     found = np.array([read(value) for value in values], dtype=np.float64)
-    advice = "correct them or leave them empty, or declare the column as categories"
     refuse(np.flatnonzero(np.isinf(found)).tolist(), locate, f"column {name!r}", "values that are not numbers", advice)
     return found
 
@@ -95,6 +97,15 @@ def encoded(name: str, column: Column, values: Sequence[Any], locate: Locate) ->
     one_hot = np.zeros((len(places), len(slots) + 2), dtype=np.float32)
     one_hot[np.arange(len(places)), places] = 1
     return one_hot
+
+
+def unfit(name: str, declared: Any, values: Sequence[Any], locate: Locate) -> NDArray[np.bool_]:
+    """Which values are outside the declared range, or in no declared category, [records]."""
+    column = column_of(name, declared)
+    if isinstance(column, Number):
+        return np.abs(numbers(name, values, locate) - column.center) > column.limit * column.scale * (1 + 1e-9)
+    assert not isinstance(column, str)  # encode_table refuses it
+    return encoded(name, column, values, locate)[:, -2] == 1
 
 
 def scaled(column: Number, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -89,12 +89,8 @@ def load_model(
     name = _expanded(name_or_path)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if name in _BUILT_IN or task.is_tabular:
-            if task not in _BUILT_IN.get(name, ()):
-                own = ", ".join(
-                    f"{known!r} does {' and '.join(t.value for t in its)}" for known, its in _BUILT_IN.items()
-                )
-                raise ValueError(f"model={name!r} does not do {task.value}; {', '.join(own)}")
+        check_does(name, task)
+        if name in _BUILT_IN:
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
             if name == "small-cnn":
@@ -105,6 +101,13 @@ def load_model(
             return table_model(name, columns=columns, outputs=outputs, width=width)
         model = _from_transformers(task, name, labels, from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
+
+
+def check_does(name: str, task: Task) -> None:
+    """Refuse a built-in model for a task that it does not do, and other models for tables."""
+    if (name in _BUILT_IN or task.is_tabular) and task not in _BUILT_IN.get(name, ()):
+        own = (f"{known!r} does {' and '.join(t.value for t in its)}" for known, its in _BUILT_IN.items())
+        raise ValueError(f"model={name!r} does not do {task.value}; {', '.join(own)}")
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:

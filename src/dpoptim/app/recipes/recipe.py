@@ -258,6 +258,8 @@ class Recipe:
         check_known(values, [part.name for part in dataclasses.fields(cls)], "a recipe")
         for name in ("model", "data"):
             if name not in values:
+                if name in (values.get("columns") or {}):
+                    raise ValueError(f"{name} is under [columns]; move it above that line")
                 raise ValueError(f"{name} is missing; add --{name} NAME_OR_PATH, or {name} = ... to the recipe")
         return cls(**values)
 

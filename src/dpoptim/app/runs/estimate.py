@@ -41,7 +41,7 @@ def estimate(setup: RunSetup) -> Estimate:
     prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
     most = plan.records_per_user or 1
-    sizes = {"num_examples": plan.num_examples * most, "batch_size": plan.batch_size * most}
+    sizes = {"num_examples": plan.num_examples * most, "batch_size": plan.batch_size * most, "delta": None}
     of_examples = plan.replace(unit="example", records_per_user=None, **sizes)  # clipped one by one, at the same cost
     optimizer = optimizer_of(setup.recipe, setup.model, of_examples, external_batches=True)
     parts = _parts(setup)

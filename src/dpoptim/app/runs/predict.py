@@ -14,7 +14,6 @@ from dpoptim.app.data.records import RecordKind, read_columns
 from dpoptim.app.data.tables import encode_table, unscaled
 from dpoptim.app.recipes.columns import ALL_OTHERS, Number, chosen_columns, column_of
 from dpoptim.app.recipes.defaults import label_of
-from dpoptim.app.recipes.recipe import read_recipe
 from dpoptim.app.runs.run import load_trained
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.integrations.losses import Task
@@ -53,7 +52,7 @@ def predict(directory: str | Path, data: str | Path) -> Predictions:
     """
     place = RunDirectory(Path(directory).expanduser())
     model = load_trained(directory)
-    recipe = read_recipe(place.recipe_file)
+    recipe = place.read_recipe()
     task = Task(recipe.task)
     if not task.is_tabular:
         raise ValueError(f"{place.path} is a run of {recipe.task}, and predict reads tables; use load_trained instead")

@@ -25,7 +25,7 @@ from dpoptim.app.models.loading import load_model
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
 from dpoptim.app.recipes.defaults import smaller_micro_batch
-from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
+from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.report_to import copies_of
@@ -117,8 +117,8 @@ def resume(
         progress: Shows the run. Defaults to silence.
 
     Returns:
-        The summary. A finished run returns it at once and needs no key; if the step ledger is still there, recipe and
-        plan are compared with it.
+        The summary. A finished run with its model returns it at once and needs no key; if the step ledger is still
+        there, recipe and plan are compared with it.
 
     Raises:
         ValueError: The folder is not a run directory, its records or settings have changed, or a repeated step would
@@ -129,10 +129,10 @@ def resume(
     processes = Processes.current()
     progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
-    if last_reason(place.path) == "finished":
+    if last_reason(place.path) == "finished" and place.model.is_dir():
         summary = _summary(place)
         with contextlib.suppress(FileNotFoundError):  # a run that was shared has no ledger
-            settings = recipe_settings(read_recipe(place.recipe_file).to_dict())
+            settings = recipe_settings(place.read_recipe().to_dict())
             now = {"plan": place.read_plan().to_dict(), "settings": settings}
             check_unchanged(read_ledger(place.steps_file)[0], json.loads(json.dumps(now)))
         return summary
@@ -391,7 +391,7 @@ def load_trained(directory: str | Path) -> nn.Module:
     place.check_is_run()
     if not place.model.is_dir():
         raise ValueError(f"{place.path} has no model yet; finish the run with: dpoptim train --resume {place.path}")
-    recipe = read_recipe(place.recipe_file)
+    recipe = place.read_recipe()
     task, names = Task(recipe.task), recipe.label_names
     if recipe.model not in BUILT_IN:
         return load_model(task, place.model, label_names=names).eval()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_log import parsed, plan_and_epsilon
 from dpoptim.noise import NoiseKey
+from dpoptim.noise.key import KEY_BYTES
 from dpoptim.optim.out_of_memory import is_out_of_memory
 from dpoptim.privacy import PrivacyPlan
 
@@ -87,8 +88,10 @@ class RunDirectory:
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
         """What a run needs to resume."""
         self.check_is_run()
-        recipe = read_recipe(self.recipe_file)
+        recipe = self.read_recipe()
         try:
+            if self.key_file.stat().st_size != KEY_BYTES:
+                raise ValueError(f"{self.key_file} is damaged. Restore it: the run cannot resume without it.")
             return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
             raise ValueError(f"{error.filename} is missing. The run cannot resume without it.") from None
@@ -99,6 +102,14 @@ class RunDirectory:
             raise ValueError(f"run directory {self.path} does not exist")
         if not self.recipe_file.is_file():
             raise ValueError(f"{self.path} is not a run directory: it has no recipe.toml")
+
+    def read_recipe(self) -> Recipe:
+        """The run's recipe."""
+        try:
+            return read_recipe(self.recipe_file)
+        except ValueError as error:
+            problem = str(error).partition(";")[0]  # the rest is advice on new recipes
+            raise ValueError(f"{self.recipe_file} is damaged ({problem}). Restore the original.") from error
 
     def read_plan(self) -> PrivacyPlan:
         """The run's plan."""
@@ -148,10 +159,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def load_tensors(file: Path) -> Any:
     """Load plain values and tensors, without running code; a ValueError names a file that is broken or not ours."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about pickles of other versions, which fail below
+            return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}). Restore the original.") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # unpickling foreign bytes fails in many ways
         if is_out_of_memory(error):
             raise
         # torch would explain how to load such a file by running the code in it.

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpoptim.app.data.estimates import with_estimates
+from dpoptim.app.data.estimates import open_columns, with_estimates
 from dpoptim.app.data.records import RecordKind, Records, held_out_places, read_records
-from dpoptim.app.models.loading import task_of_model
+from dpoptim.app.models.loading import check_does, task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
 from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import (
@@ -108,6 +108,7 @@ def prepare_run(
     task = task_of(recipe)
     counts: ColumnCounts | None = None
     notes: list[str] = []
+    declared = recipe.columns or {}
     if plan is None:
         recipe, counts, notes = with_estimates(recipe, task, estimate_columns=estimate_columns, stage=stage)
     training, held_out = records_of(recipe, task)
@@ -116,6 +117,10 @@ def prepare_run(
     elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
         notes += _notes_on_shared(training, held_out)
+    if held_out is not None:
+        notes += _notes_on_unfit(held_out, open_columns(declared))
+    if task.is_classification and recipe.label_names is None and label_of(recipe) not in declared:
+        notes.append(_note_on_classes(training))
     units, unit = len(training), "record"
     if training.users is not None:
         units, unit = len(UserRecords(training.users)), "user"
@@ -179,9 +184,15 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
 
 def task_of(recipe: Recipe) -> Task:
     """The task of a recipe: its own, or that of its model; a label that is declared as a number means regression."""
+    label, declared = label_of(recipe), recipe.columns or {}
     if recipe.task is not None:
-        return Task(recipe.task)
-    task, label, declared = task_of_model(recipe.model), label_of(recipe), recipe.columns or {}
+        task = Task(recipe.task)
+        check_does(recipe.model, task)
+        if task is Task.TABULAR_REGRESSION and label not in declared:
+            own = label or "label"
+            raise ValueError(f"the label {own!r} is not declared; declare its range, as --columns {own}=0:50")
+        return task
+    task = task_of_model(recipe.model)
     if task.is_tabular and label is not None and label in declared:
         column = column_of(label, declared[label])
         return Task.TABULAR_REGRESSION if isinstance(column, Number) or column == ESTIMATE_RANGE else task
@@ -225,6 +236,27 @@ def shared_count(records: Records, *others: Records) -> int:
     key = NoiseKey.generate()
     each = [fingerprint_records(part.contents, key, name=part.source).each for part in (records, *others)]
     return int(np.isin(each[0], np.concatenate(each[1:])).sum())
+
+
+def _note_on_classes(training: Records) -> str:
+    """The classes that were found in the data: a misspelt one is visible, and so is a number."""
+    names = training.label_names
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    note = f"{len(names)} classes read from the data: {shown}"
+    if training.kind is RecordKind.TABULAR and len(names) > 20 and names[-1].isdecimal():  # numbers come first
+        note += "; for a regression declare the label's range, as --columns age=0:110"
+    return note
+
+
+def _notes_on_unfit(held_out: Records, estimated: Sequence[str]) -> list[str]:
+    """Report declared columns that do not fit many held-out records; the training records are not looked at."""
+    if held_out.unfit is None:
+        return []
+    counts = dict(zip(held_out.columns, held_out.unfit.sum(0).tolist(), strict=True))
+    many = [name for name, count in counts.items() if name not in estimated and count > len(held_out) / 4]
+    found = ", ".join(f"{name!r} in {counts[name]}" for name in many)
+    note = f"outside the declared range or categories: {found} of {len(held_out)} held-out records; check [columns]"
+    return [note] if many else []
 
 
 def _notes_on_shared(training: Records, held_out: Records) -> list[str]:
