@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 GOOD, HOPELESS = 0.5, 1.0  # noise-to-signal ratios; benchmarks/outlook.py shows what they cost
 
@@ -35,13 +36,23 @@ class Outlook:
         """
         if not self.noise_to_signal:
             return "good: no noise is added"
-        ratio = f"{self.noise_to_signal:.2g} times the largest possible signal"
+        ratio = f"{_rounded_up(self.noise_to_signal)} times the largest possible signal"
         found = f"{self.verdict}: the noise of the whole run is {ratio}"
         if self.verdict == "good":
             return found
         less = self.noise_to_signal / GOOD
         fewer = max(1, int(self.parameters / less**2))
         return (
-            f"{found} (good is {GOOD:g} or less). A good outlook needs {less:.2g} times less noise (a larger batch, "
-            f"epsilon or dataset), or at most {fewer:,} trained parameters (LoRA, frozen layers)"
+            f"{found} (good is {GOOD:g} or less). A good outlook needs {_rounded_up(less)} times less noise (a larger "
+            f"batch, epsilon or dataset), or at most {fewer:,} trained parameters (a smaller model, LoRA, frozen "
+            "layers)"
         )
+
+
+def _rounded_up(value: float) -> str:
+    """Two digits without an exponent.
+
+    >>> [_rounded_up(value) for value in (0.1, 1.02, 17649.3)]
+    ['0.1', '1.1', '18,000']
+    """
+    return f"{Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(float(value))):,f}"

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from dpoptim.app import resume, train
 from dpoptim.app.comparison.compare import compare
-from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
 from dpoptim.app.runs.run_log import Diverged, last_reason
+from dpoptim.integrations.released_norms import not_finite
 from tests.app import comparisons
 from tests.app.runs import StopAfter, log_of, parameters_at, rows_recipe, write_bert, write_texts
 

@@ -314,10 +314,10 @@ def test_images_of_a_saved_dataset_are_decoded_lazily(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.jsonl", "", "has no records; there is nothing to train on"),
-        ("a.csv", "text,label\n", "has no records; there is nothing to train on"),
-        ("a.csv", "", "has no records; there is nothing to train on"),
-        ("a.txt", "\n \n", "has no records; there is nothing to train on"),
+        ("a.jsonl", "", "has no records; check the file"),
+        ("a.csv", "text,label\n", "has no records; check the file"),
+        ("a.csv", "", "has no records; check the file"),
+        ("a.txt", "\n \n", "has no records; check the file"),
         ("a.jsonl", "[" * 100_000, "line 1 is not a JSON object"),
         ("a.jsonl", '{"text": ' + "1" * 5_000 + "}", "line 1 is not a JSON object"),
         ("a.jsonl", '["x"]\n', "line 1 is not a JSON object"),

@@ -311,3 +311,26 @@ def test_bad_arguments_are_named(changes, match):
     arguments = {"dataset": Numbers(20), "plan": make_plan(), **changes}
     with pytest.raises(ValueError, match=match):
         private_loader(**arguments)
+
+
+def no_private_optimizer(caught):
+    return [str(one.message) for one in caught if "no private optimizer" in str(one.message)]
+
+
+def test_training_without_a_private_optimizer_is_warned_about_once(recwarn):
+    plan = make_plan()
+    for _ in private_loader(Numbers(20), plan, micro_batch_size=2):
+        pass
+    assert len(no_private_optimizer(recwarn)) == 1
+
+
+def test_loops_that_do_not_train_alone_draw_no_warning(recwarn):
+    for _ in private_loader(Numbers(20), plan := make_plan(sampling=Poisson(), size=1), micro_batch_size=1):
+        take(plan, None)
+    for _ in private_loader(Numbers(20), make_plan(steps=1), micro_batch_size=2):  # one step
+        pass
+    plan = make_plan()
+    for _ in range(2):  # each looks at a first batch
+        loader = private_loader(Numbers(20), plan)
+        next(iter(loader)), next(iter(loader))
+    assert no_private_optimizer(recwarn) == []

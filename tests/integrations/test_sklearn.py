@@ -91,6 +91,7 @@ def test_a_regressor_predicts_in_its_own_unit():
     [
         (made(bounds=None), "bounds is missing: give the public range"),
         (made(bounds=3), r"bounds=3 must be \(low, high\)"),
+        (made(bounds=[(0, 1)] * 3), r"must be \(low, high\): two numbers, or two lists, all lows and then all highs"),
         (made(bounds=([0, 0], [1, 1])), "with low < high: one number for each or 3"),
         (made(bounds=(1, 1)), r"bounds=\(1, 1\) must be finite, with low < high"),
         (made(bounds=(-np.inf, 1)), r"bounds=\(-inf, 1\) must be finite"),
@@ -104,6 +105,19 @@ def test_bad_parameters_are_refused_when_fitting(rows, estimator, named):
     with pytest.raises(ValueError, match=named):
         estimator.fit(*rows)
     assert not hasattr(estimator, "plan_")
+
+
+def test_pairs_for_two_columns_are_refused(rows):
+    X, y = rows
+    with pytest.raises(ValueError, match="may mean one pair per column"):
+        made(bounds=[(-1, 1), (-2, 2)]).fit(X[:, :2], y)
+    with pytest.raises(ValueError, match=r"y has one class, 0\.0; a classifier"):
+        made().fit(X, np.zeros(len(X)))
+
+
+def test_a_hopeless_fit_is_warned_about(rows):
+    with pytest.warns(UserWarning, match="outlook hopeless: the noise of the whole run is .* times"):
+        made(epsilon=0.01).fit(*rows)
 
 
 def test_target_bounds_are_never_read_from_the_data():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.outlook import GOOD
+from dpoptim.outlook import GOOD, Outlook
 
 
 def plan(**settings):
@@ -67,11 +68,26 @@ def test_the_verdict_and_what_would_help(multiplier, verdict):
 def test_the_advice_is_enough():
     found = plan(noise_multiplier=3.9).outlook(parameters=900)
     times = found.noise_to_signal / GOOD
-    assert f"needs {times:.2g} times less noise" in str(found)
+    needed = float(re.findall(r"needs (\S+) times less noise", str(found))[0])
+    assert times <= needed < times + 1, "rounded up to two digits"
     fewer = int(900 / times**2)
     assert f"at most {fewer:,} trained" in str(found)
     assert plan(noise_multiplier=3.9).outlook(parameters=fewer).verdict == "good"
     assert plan(noise_multiplier=3.9, batch_size=math.ceil(10 * times)).outlook(parameters=900).verdict == "good"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (0.505, "0.51 times the largest possible signal (good is 0.5 or less). A good outlook needs 1.1 times less"),
+        (
+            9001.0,
+            "9,100 times the largest possible signal (good is 0.5 or less). A good outlook needs 19,000 times less",
+        ),
+    ],
+)
+def test_numbers_are_rounded_up_and_have_no_exponent(ratio, words):
+    assert words in str(Outlook(parameters=900, noise_to_signal=ratio))
 
 
 def test_bad_arguments_are_refused():

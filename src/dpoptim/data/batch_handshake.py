@@ -7,6 +7,7 @@ each other by the plan object that both were given. Plans are compared by identi
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class _Channel:
     tickets: deque[Ticket] = field(default_factory=deque)
     consumer: Callable[[], object | None] = lambda: None  # a weak reference to the optimizer
     was_used: bool = False
+    has_warned: bool = False
 
 
 _channels: list[_Channel] = []
@@ -63,9 +65,19 @@ def _channel(plan: object) -> _Channel:
 def issue(plan: object, ticket: Ticket) -> None:
     """Queue a ticket for the optimizer of this plan object.
 
-    It is refused while an earlier batch waits for its step: a skipped batch would shift all later ones.
+    It is refused while an earlier batch waits for its step: a skipped batch would shift all later ones. Without an
+    optimizer, a second step draws a warning: a loop that only reads batches is fine, one that trains is not.
     """
     channel = _channel(plan)
+    last = channel.tickets[-1] if channel.tickets and channel.consumer() is None else None
+    is_next_step = last is not None and last.loader == ticket.loader and last.is_valid and last.step < ticket.step
+    if is_next_step and not channel.has_warned:
+        channel.has_warned = True
+        warnings.warn(
+            "no private optimizer took the previous step of this private_loader, and other optimizers add no noise. To "
+            "train, create an optimizer of dpoptim with the same plan object, as in dp_sgd(model, plan, lr=0.1).",
+            stacklevel=3,
+        )
     if channel.consumer() is not None and any(waiting.is_valid for waiting in channel.tickets):
         raise ValueError(
             "a new batch was requested before optimizer.step() was called for the last one. Call step() "

@@ -1,13 +1,14 @@
-"""Norms of released gradients, for logs."""
+"""Norms of released gradients, for logs, and whether released parameters are finite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpoptim.clipping import Released
+from dpoptim.data.shards import own_part
 
 
 def released_norms(released: Released, scale: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -29,3 +30,12 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     """√Σ ‖tensor‖² in float64; sums within a tensor are in float32."""
     squares = [torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square() for tensor in tensors]
     return torch.stack(squares).sum().sqrt()
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """The names of the parameters that hold a NaN or an infinity; of sharded ones, in this process."""
+    named = dict(model.named_parameters())
+    fine = torch.stack(
+        [own_part(value.detach()).isfinite().all() for value in named.values()]
+    ).tolist()  # one wait for a GPU
+    return [name for name, finite in zip(named, fine, strict=True) if not finite]

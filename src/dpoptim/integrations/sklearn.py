@@ -10,6 +10,7 @@ learn nothing from the data or are fitted on public data: `OneHotEncoder(categor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -41,6 +42,7 @@ __all__ = ["DPClassifier", "DPRegressor"]
 
 _FEWEST = 8  # fewer examples do not fill the eight batches of an epoch
 _ROWS_AT_ONCE = 1024
+_FORM = "(low, high): two numbers, or two lists, all lows and then all highs"
 
 
 @dataclass(eq=False, repr=False)
@@ -103,6 +105,9 @@ class _DPEstimator(_Estimator):
             sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
             delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
         )  # fmt: skip
+        outlook = plan.outlook(parameters=sum(parameter.numel() for parameter in model.parameters()))
+        if outlook.verdict != "good":
+            warnings.warn(f"outlook {outlook}", stacklevel=3)
         is_correlated = has_correlated_noise(self.noise, self.sampling)
         rate = self.learning_rate or tables.learning_rate_for(self.model, is_correlated=is_correlated)
         key = NoiseKey.generate()
@@ -142,8 +147,8 @@ class DPClassifier(_Classifier, _DPEstimator):
     Args:
         epsilon: ε of one fit.
         delta: δ of one fit. Defaults to a power of ten, at most 1/(10·examples).
-        bounds: The public range of the columns, (low, high): two numbers, or two lists with one per column. Values
-            outside count as the nearest bound. NaN counts as missing.
+        bounds: The public range of the columns, (low, high): two numbers, or two lists, all lows and then all highs.
+            Values outside count as the nearest bound. NaN counts as missing.
         model: "mlp", with one hidden layer, or "linear", for logistic regression.
         width: The hidden units of "mlp".
         epochs: The number of passes over the data.
@@ -177,7 +182,7 @@ class DPClassifier(_Classifier, _DPEstimator):
         _multiclass.check_classification_targets(labels)
         self.classes_, places = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
+            raise ValueError(f"y has one class, {self.classes_.tolist()[0]!r}; a classifier needs two or more classes")
         targets, losses = torch.from_numpy(places.astype(np.int64)), partial(cross_entropy, reduction="none")
         self._train(rows, targets, len(self.classes_), losses)
         return self
@@ -249,7 +254,9 @@ def _scale(name: str, given: Any, *, columns: int | None = None) -> tuple[NDArra
     try:
         low, high = (np.asarray(one, dtype=np.float64) for one in given)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={given!r} must be (low, high)") from None
+        raise ValueError(f"{name}={given!r} must be {_FORM}") from None
+    if columns == 2 and isinstance(given, list) and all(isinstance(one, tuple) for one in given):
+        raise ValueError(f"{name}={given!r} may mean one pair per column. Give a tuple, {_FORM}")
     shapes, allowed = [()] if columns is None else [(), (columns,)], "" if columns is None else f" or {columns}"
     if low.shape not in shapes or high.shape not in shapes or not np.isfinite(high - low).all() or (low >= high).any():
         raise ValueError(f"{name}={given!r} must be finite, with low < high: one number for each{allowed}")

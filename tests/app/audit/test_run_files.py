@@ -111,6 +111,11 @@ def test_edited_log_fails(run, line, words):
     assert words in failed(run)[LOG]
 
 
+def test_a_log_without_a_readable_line_is_not_called_ok(run):
+    run.log_file.write_text("garbage")
+    assert [check.passed for check in audit_folder(run.path)[2] if check.name == LOG] == [None]
+
+
 def test_more_steps_than_planned_fail(run):
     lines = run.steps_file.read_text().splitlines()
     run.steps_file.write_text("\n".join([*lines, lines[-1]]) + "\n")

@@ -142,6 +142,12 @@ def test_answer_comes_first_and_verbose_explains_it(capsys, monkeypatch):
     assert text.count("nu collapses") == 1
 
 
+def test_a_hopeless_run_is_called_so(capsys):
+    text = " ".join(printed(capsys, ["advise", "4.4M", *SMALL[2:]]).split())
+    assert "outlook: hopeless: the noise of the whole run is" in text
+    assert "trained parameters (a smaller model, LoRA, frozen layers)." in text
+
+
 def test_values_to_try_are_marked(capsys, advise_once):
     text = " ".join(printed(capsys, ["advise", "300", *TRAINING, "--verbose"]).split())
     window = advise_once(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window

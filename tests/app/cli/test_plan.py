@@ -57,6 +57,12 @@ def test_answer_comes_first(capsys, monkeypatch):
     assert "3 participations at least 830 steps apart" in text
 
 
+def test_a_hopeless_plan_is_called_so(capsys):
+    text = " ".join(printed(capsys, [*SMALL, "--parameters", "4.4M"]).split())
+    assert "Outlook for 4,400,000 parameters: hopeless: the noise of the whole run is" in text
+    assert "Outlook" not in printed(capsys, [*SMALL, "--parameters", "10"])
+
+
 def test_cost_per_gpu(capsys):
     asked = [*SMALL, "--parameters", "1e9", "--gpus", "4", "--noise-bits", "16"]
     found = json.loads(printed(capsys, [*asked, "--json"]))["per_gpu"]

@@ -102,6 +102,13 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     assert set(tmp_path.rglob("*")) == before
 
 
+def test_dry_run_notes_a_large_epsilon_and_counts_one_record(base, capsys):
+    assert main([*base, "--epsilon", "50", "--validation-fraction", "0.01", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "note: epsilon above 20 protects very little" in printed.err
+    assert "1 more record is held out for scores" in " ".join(printed.out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -108,6 +108,9 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path):
     (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match=r"has no optimizer\.pt"):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
+    for named in (True, str(tmp_path / "absent")):
+        with pytest.raises(ValueError, match=r"has no checkpoint\. Leave out resume_from_checkpoint"):
+            class_trainer(tmp_path / "new").train(resume_from_checkpoint=named)
 
 
 def key_of(folder: Path) -> Path:

@@ -54,6 +54,7 @@ def test_contradictory_arguments_are_refused(tmp_path):
             PrivateTrainer(processing_class=WORDS, **call)
 
     refused("privacy=None", privacy=None)
+    refused(r"privacy is a dict\. Pass privacy=PrivacyArguments", privacy={"epsilon": 8.0})
     refused("exactly one of the two", privacy=PrivacyArguments())
     refused("exactly one of the two", privacy=PrivacyArguments(epsilon=1.0, noise_multiplier=1.0))
     refused("Give one of the two", plan=plan)

@@ -289,6 +289,14 @@ def test_a_hopeless_run_says_so_before_it_starts(tmp_path, multiplier, verdict):
     assert [line.split(":")[0] for line in found] == ([f"outlook {verdict}"] if verdict else [])
 
 
+@pytest.mark.parametrize("logging", [{"logging_steps": 2}, {"save_strategy": "steps", "save_steps": 2}, {}])
+def test_weights_that_are_not_finite_end_the_run_before_they_are_saved(tmp_path, logging):
+    settings = {"max_steps": 4, "learning_rate": 1e38, "logging_strategy": "steps", "logging_steps": 100, **logging}
+    with pytest.raises(ValueError, match=f"diverged by step {2 if logging else 4}: .* below 1e[+]38"):
+        class_trainer(tmp_path, **settings).train()
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_a_given_plan(tmp_path):
     plan = dpoptim.PrivacyPlan(num_examples=24, batch_size=8, steps=3, noise_multiplier=1.0, delta=1e-3)
     args = training_args(tmp_path, max_steps=-1)

@@ -145,6 +145,8 @@ def _log(log: _Log | None, recipe: Recipe, claimed: float) -> _Answer:
     private = sum("not_private" in entry for entry in entries)
     if private or recipe.debug:
         return False, f"the run used debug: {private:,} lines hold values that are not private; keep the log secret"
+    if not entries:
+        return None, "log.jsonl has no line that can be read"
     values = [entry.get("epsilon") for entry in entries]
     spent = max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
     if spent > claimed * _ROUNDING:

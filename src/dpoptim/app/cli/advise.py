@@ -151,6 +151,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
         **fields(advice, "epsilon", "delta"),
         **fields(plan, "steps", "batch_size", "num_examples", "clip_norm", "noise_multiplier"),
         "parameters": advice.signal.parameters,
+        "noise_to_signal": plan.outlook(parameters=advice.signal.parameters).noise_to_signal,
         "counted": counted,
         "mechanism": advice.choice.chosen.name,
         "mechanism_reason": advice.choice.reason,
@@ -218,6 +219,9 @@ def _answer(advice: Advice, options: argparse.Namespace, train: str, counted: st
     yield f"  plan = {plan_line(advice.plan, options)}"
     yield f"  optimizer = {advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
     yield ""
+    outlook = advice.plan.outlook(parameters=advice.signal.parameters)
+    if outlook.verdict != "good":
+        yield Text.assemble(("outlook", "bold"), f": {outlook}.")
     reason = advice.reason if options.verbose else advice.reason.partition(". ")[0]
     yield Text.assemble((advice.variant, "bold"), f": {reason}.")
     yield Text.assemble(("noise", "bold"), f": {advice.choice.reason.removeprefix(f'{advice.choice.chosen.name}: ')}.")

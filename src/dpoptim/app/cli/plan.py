@@ -126,6 +126,7 @@ def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
         "unit": choice.plan.unit,
         "workload": repr(choice.chosen.workload),
         "parameters": choice.chosen.parameters,
+        "noise_to_signal": choice.plan.outlook(parameters=choice.chosen.parameters).noise_to_signal,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
         **({} if options.gpus is None else {"per_gpu": costs_per_gpu(choice, options.gpus, options.memory_budget)}),
@@ -150,6 +151,9 @@ def _print_choice(choice: Choice, options: argparse.Namespace) -> None:
     print(f"  {plan_line(plan, options)}")  # to be copied: never wrapped
     print(f"  or: dpoptim train ... --sampling {name_of_sampling(plan.sampling)} --noise {name_of_noise(plan.noise)}\n")
     console.print(headline(plan, options), highlight=False, markup=False)
+    outlook = plan.outlook(parameters=choice.chosen.parameters)
+    if outlook.verdict != "good":
+        console.print(f"Outlook for {outlook.parameters:,} parameters: {outlook}.", highlight=False, markup=False)
     console.print(table)
     print(LEGEND)
     print("ratio: mean RMSE over that of independent noise.")

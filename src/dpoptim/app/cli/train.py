@@ -159,6 +159,8 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool, width: in
     recipe, plan = setup.recipe, setup.plan
     statement = plan.statement()
     units, most = "records", ""
+    held_out = _held_out(setup)
+    more = f"{held_out:,} more {'record is' if held_out == 1 else 'records are'} held out for scores"
     if plan.unit == "user":
         units, most = "users", f", at most {plan.records_per_user} records of each,"
     lines = [
@@ -170,7 +172,7 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool, width: in
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
         f"one micro-batch {format_bytes(found.working_bytes)}",
         f"task       {recipe.task}, {setup.trained_parameters:,} trained parameters",
-        f"data       {plan.num_examples:,} training {units}; {_held_out(setup):,} more records are held out for scores",
+        f"data       {plan.num_examples:,} training {units}; {more}",
         f"training   {plan.steps:,} steps of {plan.batch_size:,} {units}{most} with {recipe.variant}, learning rate "
         f"{recipe.learning_rate:g}",
         f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
@@ -203,7 +205,8 @@ def _report(summary: dict[str, Any], options: argparse.Namespace) -> int:
     if summary["validation"] is not None:
         first, last = summary["validation"]["first"], summary["validation"]["last"]
         say(f"before: {scores_line(first)}")
-        say(f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
+        records = f"{last['examples']:,} {'record' if last['examples'] == 1 else 'records'}"
+        say(f"after:  {scores_line(last)} (on {records} outside the guarantee)")
     say(f"model: {summary['model']}; statement and log: {summary['run']}")
     secret = RunDirectory(Path(summary["run"])).secret_folder
     if secret.is_dir():

@@ -192,7 +192,7 @@ def read_columns(source: str | Path, *, split: str = "train", kind: RecordKind |
     else:
         columns = readers.load_hub_dataset(name, split)
     if not columns or not len(next(iter(columns.values()))):
-        raise ValueError(f"data {name!r} has no records; there is nothing to train on")
+        raise ValueError(f"data {name!r} has no records; check the file, or give another")
     return columns, locate
 
 

@@ -33,6 +33,7 @@ from dpoptim.arguments import check_number
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
 from dpoptim.integrations.padding_check import check_padding
+from dpoptim.integrations.released_norms import not_finite
 from dpoptim.integrations.token_losses import can_read_targets
 
 _CHUNK = 1024
@@ -327,10 +328,3 @@ def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExampl
         TextExample(generator.choice(words, length).astype(np.int32), place % classes, False)
         for place, length in enumerate(lengths)
     ]
-
-
-def not_finite(model: nn.Module) -> list[str]:
-    """The names of the parameters that hold a NaN or an infinity."""
-    named = dict(model.named_parameters())
-    fine = torch.stack([value.detach().isfinite().all() for value in named.values()]).tolist()  # one wait for a GPU
-    return [name for name, finite in zip(named, fine, strict=True) if not finite]

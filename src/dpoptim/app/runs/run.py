@@ -22,7 +22,6 @@ from torch import nn
 from dpoptim.app.files import make_folder, write_text
 from dpoptim.app.format import plain
 from dpoptim.app.models.loading import load_model
-from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
 from dpoptim.app.recipes.defaults import smaller_micro_batch
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
@@ -45,6 +44,7 @@ from dpoptim.data.processes import Processes
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.released_norms import not_finite
 from dpoptim.integrations.run_identity import recipe_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim.out_of_memory import RUNNING, add_advice, advising, is_out_of_memory

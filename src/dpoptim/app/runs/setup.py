@@ -138,6 +138,7 @@ def prepare_run(
     names = training.label_names if task.is_classification else None
     recipe = recipe.replace(max_length=prepared.max_length, label_names=names)
     validation = None if held_out is None else prepared.on(held_out)
+    notes += ["epsilon above 20 protects very little; 8 is usual"] * ((recipe.epsilon or 0) > 20)
     if plan is None:
         stage("making the privacy plan")
         progress = {"progress": lambda name: stage(f"optimizing {name}")}

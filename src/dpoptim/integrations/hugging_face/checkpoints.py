@@ -74,7 +74,10 @@ def run_secrets(
 
 def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:
     """Read the private loader's state; refuse a checkpoint that no private run can resume from."""
-    for name in ("optimizer.pt", "scheduler.pt", LOADER_STATE, "trainer_state.json"):
+    names = ("optimizer.pt", "scheduler.pt", LOADER_STATE, "trainer_state.json")
+    if not any((Path(checkpoint) / name).is_file() for name in names):
+        raise ValueError(f"{str(checkpoint)!r} has no checkpoint. Leave out resume_from_checkpoint to begin a new run.")
+    for name in names:
         if not (Path(checkpoint) / name).is_file():
             raise ValueError(
                 f"checkpoint {str(checkpoint)!r} has no {name}. Use one that was saved with save_only_model=False."

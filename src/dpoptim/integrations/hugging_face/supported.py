@@ -96,6 +96,10 @@ def check_call(
     """Refuse a call of PrivateTrainer whose arguments do not fit together."""
     if privacy is None and plan is None:
         raise ValueError("privacy=None. Pass privacy=PrivacyArguments(epsilon=..., delta=...), or a calibrated plan=.")
+    if privacy is not None and not isinstance(privacy, PrivacyArguments):
+        raise ValueError(
+            f"privacy is a {type(privacy).__name__}. Pass privacy=PrivacyArguments(epsilon=..., delta=...)."
+        )
     if plan is not None:
         if getattr(plan, "noise_multiplier", None) is None:
             raise ValueError("plan has no noise_multiplier. Pass PrivacyPlan(...).calibrate(epsilon=..., delta=...).")

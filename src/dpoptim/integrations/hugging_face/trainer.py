@@ -42,7 +42,7 @@ from dpoptim.integrations.hugging_face.checkpoints import (
 from dpoptim.integrations.hugging_face.supported import check_call, check_sharding, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
-from dpoptim.integrations.released_norms import released_norms
+from dpoptim.integrations.released_norms import not_finite, released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
@@ -428,6 +428,8 @@ class PrivateTrainer(transformers.Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log ε so far, and drop what is not released."""
         loss = logs.get("loss")
+        if loss is not None:
+            self._check_finite()
         for name in _NOT_RELEASED:
             logs.pop(name, None)
         if loss is not None:
@@ -438,7 +440,27 @@ class PrivateTrainer(transformers.Trainer):
                 logs["not_private_loss"] = loss
         super().log(logs, start_time)
 
+    def _check_finite(self) -> None:
+        """Stop before parameters that are not finite are saved; they are released, so looking costs no privacy."""
+        assert self.private_optimizer is not None
+        found = not_finite(self.model)
+        if self.args.world_size > 1:  # each process may hold other rows
+            found = sorted(
+                {name for names in self.private_optimizer.mechanism.processes.gathered(found) for name in names}
+            )
+        if found:
+            raise ValueError(
+                f"training diverged by step {self.state.global_step}: {len(found)} parameters (first: {found[0]!r}) "
+                f"are not finite and are not saved. Train again with a learning_rate below {self.args.learning_rate:g} "
+                "(its privacy loss adds to this one's)."
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._check_finite()
+        super()._save_checkpoint(model, trial)
+
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        self._check_finite()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         metrics = {name: value for name, value in output.metrics.items() if name not in _NOT_RELEASED}
         loss = output.training_loss if self.privacy.debug_loss else math.nan
