@@ -13,7 +13,7 @@ from experiments.results_file import Line
 Cell = dict[str, Any]
 DELTA, TUNED_AT = 1e-5, 3.0
 _CLIP_NORMS = (0.1, 0.3, 1.0)
-_ADAM = (5e-4, 1e-3, 2e-3, 5e-3, 0.01)
+_ADAM = (1e-3, 2e-3, 5e-3, 0.01, 0.02)
 _SGD = (0.05, 0.1, 0.2, 0.5, 1.0)  # of lr·clip_norm, which is about how far a step goes
 
 
