@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from options import add_device, add_json, add_write, at_least, input_folder, one_line_errors, require_packages
-from record import heading, markdown_table, read_as, save, setting
+from record import heading, markdown_table, read_as, setting, write
 from torch import Tensor
 
 import dpoptim
@@ -218,10 +218,7 @@ def main() -> None:
         record = found_in(options, run, done, done.seconds())
     text = markdown(record)
     print(text, end="")
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(text)
+    write(options, record, text)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, with_pip
-from record import heading, markdown_table, read_as, save, setting
+from options import add_json, add_write, at_least, one_line_errors, report, require_packages
+from record import heading, markdown_table, read_as, save, setting, write
 from tables import TASKS, with_dpoptim
 
 from dpoptim.app import Recipe, read_log, train
@@ -36,13 +36,13 @@ TABLES = ("breast cancer", "digits")
 EPSILON, SEEDS = 3.0, 2
 
 
-def of_table(task: str, model: str, rate: float, noise: dict[str, str]) -> list[float]:
+def of_table(task: str, model: str, epsilon: float, **settings: Any) -> list[float]:
     """The held-out losses of runs on a table, one per seed."""
     made = TASKS[task]()
-    return [with_dpoptim(made, model, EPSILON, seed, learning_rate=rate, **noise)["loss"] for seed in range(SEEDS)]
+    return [with_dpoptim(made, model, epsilon, seed, **settings)["loss"] for seed in range(SEEDS)]
 
 
-def of_texts(rate: float, noise: dict[str, str], steps: int) -> float:
+def of_texts(epsilon: float, steps: int, **settings: Any) -> float:
     """The held-out loss of one run on the demonstration's texts."""
     private, test = demonstration.read_texts(demonstration.FULL)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,9 +50,9 @@ def of_texts(rate: float, noise: dict[str, str], steps: int) -> float:
             lines = (json.dumps({"text": text}) + "\n" for text in texts)
             Path(folder, f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         recipe = Recipe(
-            task="masked-lm", model=str(demonstration.MODEL), max_length=demonstration.LENGTH, epsilon=EPSILON,
+            task="masked-lm", model=str(demonstration.MODEL), max_length=demonstration.LENGTH, epsilon=epsilon,
             data=str(Path(folder, "private.jsonl")), validation_data=str(Path(folder, "test.jsonl")), delta=1e-5,
-            batch_size=384, steps=steps, evaluate_every=steps, device="cpu", learning_rate=rate, **noise,
+            batch_size=384, steps=steps, evaluate_every=steps, device="cpu", **settings,
         )  # fmt: skip
         train(recipe, Path(folder, "run"))
         scores = [
@@ -69,11 +69,11 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
             for name, noise in NOISES.items():
                 found = record["tasks"].setdefault(what, {}).setdefault(name, {})
                 for rate in RATES[model]:
-                    losses = (
-                        [of_texts(rate, noise, options.steps)]
-                        if task == "texts"
-                        else of_table(task, model, rate, noise)
-                    )
+                    settings = {**noise, "learning_rate": rate}
+                    if task == "texts":
+                        losses = [of_texts(EPSILON, options.steps, **settings)]
+                    else:
+                        losses = of_table(task, model, EPSILON, **settings)
                     found[f"{rate:g}"] = losses
                     report(f"{what}, {name} noise, rate {rate:g}: {[round(one, 4) for one in losses]}")
                     if options.json:
@@ -112,15 +112,11 @@ def main() -> None:
         with one_line_errors(parser):
             record = read_as(options.earlier, "learning_rates.py", "tasks")
     else:
-        if missing := missing_packages(("sklearn", "transformers")):
-            parser.exit(1, f"{parser.prog} needs {with_pip(missing)}\n")
+        require_packages(parser, "sklearn", "transformers")
         record = {**setting("cpu", options.commit), "tasks": {}}
         measure(options, record)
     print(markdown(record))
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    write(options, record, markdown(record))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from pathlib import Path
 
 import torch
+from options import add_write
+from record import markdown_table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -60,23 +61,23 @@ def accuracy(inputs: Tensor, labels: Tensor, hidden: int, steps: int, ratio: flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to FILE")
+    add_write(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     made = tasks()
-    lines = [
-        "# What the noise-to-signal ratio of `plan.outlook` costs",
-        "",
-        "Accuracy of two small tasks, by `python benchmarks/outlook.py`; its docstring describes them.",
-        "",
-        "| noise-to-signal ratio | " + " | ".join(f"{t}, {make.__name__}" for t in made for make in RATES) + " |",
-        "|---" * (1 + len(made) * len(RATES)) + "|",
-    ]
+    titles, rows = ["noise-to-signal ratio", *(f"{t}, {make.__name__}" for t in made for make in RATES)], []
     for ratio in RATIOS:
         best = [max(accuracy(*task, ratio, make, lr) for lr in RATES[make]) for task in made.values() for make in RATES]
-        lines.append(f"| {ratio:g} | " + " | ".join(f"{100 * found:.0f} %" for found in best) + " |")
-        print(lines[-1], flush=True)
+        rows.append([f"{ratio:g}", *(f"{100 * found:.0f} %" for found in best)])
+        print(*rows[-1], sep=", ", flush=True)
     if options.write:
+        lines = [
+            "# What the noise-to-signal ratio of `plan.outlook` costs",
+            "",
+            "Accuracy of two small tasks, by `python benchmarks/outlook.py`; its docstring describes them.",
+            "",
+            *markdown_table(titles, rows),
+        ]
         options.write.write_text("\n".join(lines) + "\n")
 
 

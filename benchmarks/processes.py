@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 from cases import bert_tiny
 from options import add_json, add_write, at_least, one_line_errors, report, require_packages
-from record import heading, markdown_table, read_as, save, setting
+from record import heading, markdown_table, read_as, setting, write
 from torch import Tensor, distributed
 
 import dpoptim
@@ -266,10 +266,7 @@ def main() -> None:
     if options.note:
         record["note"] = options.note
     print(markdown(record))
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    write(options, record, markdown(record))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -58,6 +59,14 @@ def read_as(file: Path, maker: str, *keys: str) -> dict[str, Any]:
 
 def save(record: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write(options: Namespace, record: dict[str, Any], text: str) -> None:
+    """Write the record to the file of --json, and the text to that of --write."""
+    if options.json:
+        save(record, options.json)
+    if options.write:
+        options.write.write_text(text)
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from options import (
     report,
     require_packages,
 )
-from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, read, save, setting, spelled
+from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, read, setting, spelled, write
 from rich.console import Console
 from rich.table import Table
 from steps import measured
@@ -183,10 +183,7 @@ def main() -> int:
             return 0
         record = measure(options.repeats, options.commit, options.separate)
     show(record, Console())
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    write(options, record, markdown(record))
     return int(any("MISSED" in row for row in rows_of(record)))
 
 

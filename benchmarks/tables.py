@@ -37,7 +37,7 @@ import numpy as np
 import pandas
 import torch
 from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, with_pip
-from record import heading, markdown_table, read_as, save, setting
+from record import heading, markdown_table, read_as, save, setting, write
 
 from dpoptim.app import Recipe, read_log, train
 from dpoptim.app.data.tables import encode_table, scaled
@@ -371,10 +371,7 @@ def main() -> None:
         record["versions"] |= {name: version(name) for name in PACKAGES.values()}
         measure(options, record)
     print(markdown(record))
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    write(options, record, markdown(record))
 
 
 if __name__ == "__main__":

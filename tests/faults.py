@@ -143,7 +143,7 @@ counts-of-one-column: The counts of several columns cost as much as those of one
     + return self.releases * adjacency.sensitivity_factor
 
 estimates-see-held-out-rows: Estimates also count the rows that are held out.
-    in app/runs/setup.py, found by app/test_tables.py -k held_out
+    in app/data/estimates.py, found by app/test_tables.py -k held_out
     - for place in places.tolist()] for name in names}
     + for place in range(everyone)] for name in names}
 
@@ -154,7 +154,7 @@ numbers-scaled-by-the-data: Columns are centred by their mean over all records.
 
 estimator-scaled-by-the-data: The scikit-learn estimators center the columns by their mean.
     in integrations/sklearn.py, found by integrations/test_sklearn.py -k by_itself
-    - scaled = np.clip((X - (low + high) / 2)
+    - scaled = np.clip((X - center)
     + scaled = np.clip((X - np.nanmean(X, axis=0))
 
 # the mechanism
@@ -171,8 +171,8 @@ actual-batch-size: The sum is divided by the actual number of examples, not by t
 
 scale-divided-twice: The noise is divided by the square of the scale.
     in noise/streams.py, found by clipping/test_mechanism.py -k Level
-    - flatten(tensors, sums.dtype), value
-    + flatten(tensors, sums.dtype) ** 2, value
+    - divided_by = flatten(tensors, sums.dtype)
+    + divided_by = flatten(tensors, sums.dtype) ** 2
 
 empty-batch-skipped: A step whose sample is empty releases nothing, which shows that it was empty.
     in clipping/mechanism.py, found by optim/test_training.py -k empty
@@ -307,6 +307,31 @@ order-unchecked: A collator that sorts gives a user the rows of others.
     in data/users.py, found by data/test_users.py -k moves_records
     - if not keeps and any(
     + if False and any(
+
+count-without-noise: An adaptive clip norm follows the exact count of clipped examples.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "count_has_the_noise"
+    - noisy = weight * float(clipped) + self._stddevs["gradient"] *
+    + noisy = weight * float(clipped) + 0.0 *
+
+clip-factor-not-in-noise: The noise does not grow with an adaptive clip norm.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "noise_of_an_adaptive_run"
+    - stddev = self._stddevs[stream] * self.clip_factor
+    + stddev = self._stddevs[stream]
+
+clip-factor-not-in-ledger: A step may be repeated with the same sums and noise of a different level.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k ledger
+    - {settings} {self.clip_factor!r} "
+    + {settings} "
+
+groups-at-whole-norm: Each group of parameters is clipped to the whole clip norm.
+    in privacy/clipping_rules.py, found by optim/test_clipping_rules.py -k "one_record and groups"
+    - (found[prefix], math.sqrt(weight / total))
+    + (found[prefix], 1.0)
+
+normalized-without-norm: Normalized gradients are not divided by their norms.
+    in kernels/clip_weights.py, found by optim/test_clipping_rules.py -k "one_record and normalized"
+    - clip_norm / (norms * factor + stability)
+    + clip_norm / (0 * norms + stability)
 
 # optimizers
 

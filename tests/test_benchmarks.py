@@ -41,22 +41,7 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        "abstracts",
-        "growth",
-        "noise",
-        "picture",
-        "processes",
-        "small",
-        "steps",
-        "strategies",
-        "tables",
-        "trainer",
-        "versions",
-    ],
-)
+@pytest.mark.parametrize("script", sorted(p.stem for p in BENCHMARKS.glob("*.py") if "__main__" in p.read_text()))
 def test_scripts_start_outside_the_tests(script, tmp_path):
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -12,6 +12,4 @@ def run(request: Request, reporter: ProgressReporter) -> int:
     return run_cells("claims", cells.cells(request.scale), cells.compute, request, reporter)
 
 
-EXPERIMENT = Experiment(
-    name="claims", run=run, markdown=report.markdown, pictures=report.pictures, table=report.summary
-)
+EXPERIMENT = Experiment(name="claims", run=run, markdown=report.markdown, pictures=report.pictures)

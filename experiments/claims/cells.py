@@ -12,7 +12,6 @@ import numpy as np
 from dpoptim import theory
 from dpoptim.noise import BandedToeplitz, DecayedSums, Strategy
 from dpoptim.noise.series import Series
-from dpoptim.theory.second_moments import squared_weight
 from experiments.claims import simulations
 from experiments.framework import Outcome
 from experiments.quadratic.problem import GRIDS, Quadratic, last_loss, simulate, tuned
@@ -107,11 +106,6 @@ def _decayed_sums(cell: Cell) -> dict[str, Any]:
         seed=cell["seed"],
     )  # fmt: skip
     return {"predicted": predicted, "simulated": found.value, "standard_error": found.standard_error, "bound": bound}
-
-
-def condition(gain: float, *, beta2: float) -> float:
-    """c in the paper's B/σ ≥ c·√m if the noise on ν falls by this gain: κ^¼/√gain, .15 at β₂ = .999 and gain 1."""
-    return math.sqrt(math.sqrt(squared_weight(beta=beta2)) / gain)
 
 
 def _ratio(cell: Cell) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from dpoptim.app import RecordKind, Records, load_model, load_tokenizer, prepare
 from dpoptim.app.models.loading import SmallCNN, load_pixel_scale, task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.tables import MLP
 from tests.app import tiny
 from tests.clipping.one_at_a_time import clipped_sum_one_at_a_time
 
@@ -101,7 +100,7 @@ def test_head_is_replaced_for_different_labels(vit, bert):
 
 def test_built_in_models():
     mlp = load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=7, num_labels=3)
-    assert isinstance(mlp, MLP)
+    assert [type(layer).__name__ for layer in mlp.children()] == ["Linear", "ReLU", "Linear"]
     assert mlp(torch.zeros(2, 7)).shape == (2, 3)
     cnn = load_model(Task.IMAGE_CLASSIFICATION, "small-cnn", num_labels=4, seed=3)
     assert isinstance(cnn, SmallCNN)

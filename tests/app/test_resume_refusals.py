@@ -66,7 +66,7 @@ def test_different_records_are_refused(how, run):
     file = run.parent / "rows.csv"
     before, log = file.read_text(), (run / "log.jsonl").read_bytes()
     file.write_text("\n".join(edit(before.splitlines(), how)) + "\n")
-    with pytest.raises(ValueError, match="saved with different examples, or in a different order"):
+    with pytest.raises(ValueError, match="saved with different examples or user ids, or in a different order"):
         resume(run)
     assert (run / "log.jsonl").read_bytes() == log, "nothing was touched"
     file.write_text(before)

@@ -15,9 +15,9 @@ import transformers
 
 import dpoptim
 from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
+from dpoptim.app.data.records import held_out_places
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
-from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
 from tests.app.runs import COLUMNS, CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
 

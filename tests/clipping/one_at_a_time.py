@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpoptim.clipping import clipped_sum
+from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
+from dpoptim.clipping.engine import UncheckedLossError
+from tests.clipping.models import Case
 
 
 def gradients_one_at_a_time(
@@ -72,6 +75,35 @@ def assert_exact(
     assert sums.keys() == expected.keys()
     for name, total in expected.items():
         torch.testing.assert_close(sums[name], total, rtol=10 * rtol, atol=rtol / 10)
+
+
+def clipped_by_user(
+    made: Case,
+    counts: Sequence[int] | None,
+    clip_norm: float,
+    scale: Mapping[str, Tensor] | None = None,
+    *,
+    mean: bool = False,
+    memory: int = 0,
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor], ClippingCounts]:
+    """The engine's sums by user, their norms, the sums of squares, and what was counted."""
+    sums = ClippedSums(made.model, clip_norm=clip_norm, by_user=True, mean_loss=mean, extra_memory=memory, squares=True)
+    sums.scale = scale
+    sums.engine.attach()
+    try:
+        try:
+            losses = made.loss_fn(made.model, made.batch)
+        except UncheckedLossError:
+            sums.engine.check_losses(lambda batch: made.loss_fn(made.model, batch), made.batch, lasting=False)
+            losses = made.loss_fn(made.model, made.batch)
+        (losses.mean() if mean else losses.sum()).backward()
+        sums.rows_of_users = counts
+        sums.engine.flush()
+        norms = torch.cat(sums.norms)
+        total, squares = sums.take()
+        return dict(total), norms, dict(squares or {}), sums.counts
+    finally:
+        sums.engine.detach()
 
 
 def random_scale(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

@@ -64,15 +64,6 @@ def test_an_example_whose_weight_underflows_is_left_out(share):
     assert counts.nonfinite == 1
 
 
-def test_gradients_are_weighted_before_they_are_squared():
-    """g² overflows and (c·g)² does not."""
-    left, right = torch.full((2, 1, 3), 1e11), torch.full((2, 1, 4), 1e11)
-    total, squares, counts = summed(Parameters(w=(3, 4)), {"w": of_outer(left, right)}, 2, squares=True)
-    assert counts.nonfinite == 0
-    assert norm(total) == pytest.approx(2)
-    assert float(squares["w"].sum()) == pytest.approx(2)
-
-
 def test_an_example_whose_parts_overflow_is_left_out():
     left, right = torch.zeros(2, 2, 16), torch.zeros(2, 2, 16)
     left[0, 0, 0], right[0, 0, 0] = 1e22, 1e22
@@ -94,10 +85,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("length", [1e18, 1e19, 1e20, 1e30, 1e38])
+@pytest.mark.parametrize("length", [1e16, 9e16, 1e18, 1e19, 1e20, 1e30, 1e38])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_gradient_whose_square_overflows_adds_nothing(layer, length):
-    """Against one example at a time in float64: the first example has a gradient of this norm, which is finite."""
+def test_a_gradient_that_float32_may_not_measure_adds_nothing(layer, length):
+    """Whatever measures it. Against float64: the first example has a gradient of this norm, which is finite."""
     torch.manual_seed(0)
     model, x = LAYERS[layer]()
     wide = copy.deepcopy(model).double()
@@ -108,9 +99,9 @@ def test_a_gradient_whose_square_overflows_adds_nothing(layer, length):
     factors = torch.tensor([length / norm(grads[0]), 1.0, 1e-2])
     weights = [min(1.0, 1 / (float(factor) * norm(grad))) * factor for factor, grad in zip(factors, grads, strict=True)]
     sums, norms = clipped_sum(model, lambda m, x: m(x).flatten(1).sum(1) * factors, x)
-    if length > 1.8e19:
+    if length >= 1e18:
         weights[0] = torch.tensor(0.0)
-        assert norms[0] == math.inf
+        assert norms[0] >= 0.99e18
     for name, total in sums.items():
         expected = sum(float(weight) * grad[name] for weight, grad in zip(weights, grads, strict=True))
         torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)

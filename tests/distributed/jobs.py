@@ -124,6 +124,11 @@ def variants(which: str) -> dict[str, Tensor]:
             loader = dpoptim.private_loader(records(), optimizer.mechanism._drawn_for, key=KEY, run_id="a")
             train(model, optimizer, loader, STEPS)
             found[f"{name}, {noise}"] = weights(model)
+    rules = {"adaptive": dpoptim.AdaptiveClipNorm(rate=0.5), "normalized": dpoptim.NormalizedGradients()}
+    for noise, (name, rule) in zip(NOISES, rules.items(), strict=False):
+        model, optimizer, loader = started(plan_of(noise).replace(clipping=rule))
+        train(model, optimizer, loader, STEPS)
+        found[f"{name}, {noise}"] = weights(model)
     return found
 
 

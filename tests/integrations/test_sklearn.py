@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,9 +91,9 @@ def test_a_regressor_predicts_in_its_own_unit():
     [
         (made(bounds=None), "bounds is missing: give the public range"),
         (made(bounds=3), r"bounds=3 must be \(low, high\)"),
-        (made(bounds=([0, 0], [1, 1])), r"bounds: low has shape \(2,\); give one number, or 3 numbers"),
-        (made(bounds=(1, 1)), "with low < high in every column"),
-        (made(bounds=(-np.inf, 1)), "bounds must be finite"),
+        (made(bounds=([0, 0], [1, 1])), "with low < high: one number for each or 3"),
+        (made(bounds=(1, 1)), r"bounds=\(1, 1\) must be finite, with low < high"),
+        (made(bounds=(-np.inf, 1)), r"bounds=\(-inf, 1\) must be finite"),
         (made(epsilon=0), "Expected epsilon > 0, got 0"),
         (made(model="forest"), "Expected model to be one of 'mlp', 'linear'"),
         (made(adjacency="add_remove"), "Expected adjacency to be one of 'zero_out', 'replace'"),
@@ -111,7 +109,7 @@ def test_bad_parameters_are_refused_when_fitting(rows, estimator, named):
 def test_target_bounds_are_never_read_from_the_data():
     with pytest.raises(ValueError, match="target_bounds is missing"):
         DPRegressor(bounds=(0, 1), **FAST).fit(np.zeros((20, 1)), np.arange(20.0))
-    with pytest.raises(ValueError, match=r"target_bounds=\(3, 3\) must be two finite numbers"):
+    with pytest.raises(ValueError, match=r"target_bounds=\(3, 3\) must be finite, with low < high: one number"):
         DPRegressor(bounds=(0, 1), target_bounds=(3, 3), **FAST).fit(np.zeros((20, 1)), np.arange(20.0))
 
 
@@ -128,10 +126,14 @@ def test_a_row_is_encoded_by_itself(rows):
 
 
 def test_the_seed_decides_weights_but_not_noise(rows):
-    X, y = rows
-    first, second = (made(random_state=0, epochs=1).fit(X, y) for _ in range(2))
-    weights = [torch.cat([p.flatten() for p in one.model_.parameters()]) for one in (first, second)]
-    assert not torch.equal(*weights)
+    def weights(seed: int, *, learning_rate: float) -> torch.Tensor:
+        fitted = made(random_state=seed, epochs=1, learning_rate=learning_rate).fit(*rows)
+        return torch.cat([p.detach().flatten() for p in fitted.model_.parameters()])
+
+    start = weights(0, learning_rate=1e-12)
+    torch.testing.assert_close(weights(0, learning_rate=1e-12), start)
+    assert not torch.allclose(weights(1, learning_rate=1e-12), start)
+    assert not torch.allclose(weights(0, learning_rate=0.1), weights(0, learning_rate=0.1))
 
 
 def test_it_works_with_clone_pickle_pipelines_and_cross_validation(rows):
@@ -147,16 +149,6 @@ def test_it_works_with_clone_pickle_pipelines_and_cross_validation(rows):
     encoder = OneHotEncoder(categories=[["a", "b", "c"]], sparse_output=False)
     pipeline = make_pipeline(encoder, made(bounds=(0, 1), epochs=10)).fit(wards, wards[:, 0])
     assert pipeline.score(wards, wards[:, 0]) > 0.9
-
-
-@pytest.mark.slow
-def test_the_guide_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "tables.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    exec(compile(program, "tables.md", "exec"), {})
-    score, statement = capsys.readouterr().out.split("\n", 1)
-    assert float(score) > 0.9
-    assert statement.startswith("Differentially private: epsilon = 3.0000 at delta = 1e-05")
 
 
 def test_a_missing_scikit_learn_is_named(monkeypatch):

@@ -147,10 +147,12 @@ def test_squares_of_a_tied_table(looked_up, monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_squares_of_many(threads):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_squares_of_many(threads, scaled):
     generator, shapes = torch.Generator().manual_seed(0), [(4, 3), (), (5000,), (64, 64), (1, 17), (0, 3)]
     grads = [torch.randn(3, *shape, generator=generator) for shape in shapes]
-    scales = [torch.rand(shape, generator=generator) + 0.1 for shape in shapes]
+    scales = [torch.rand(shape, generator=generator) + 0.1 if scaled else torch.ones(shape) for shape in shapes]
+    given = scales if scaled else None
     grads[3] = grads[3].mT  # as products of matrices may lie
     expected = sum(
         (grad.double() * scale.double()).square().flatten(1).sum(1) if grad.ndim > 1 else (grad * scale).double() ** 2
@@ -159,14 +161,14 @@ def test_squares_of_many(threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = norms_c.many_squares(grads, scales)
+        found = norms_c.many_squares(grads, given)
     finally:
         torch.set_num_threads(before)
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert torch.equal(norms.many_squares(grads, scales), found)
+    assert torch.equal(norms.many_squares(grads, given), found)
     grads[0][1] = torch.nan
-    again = norms.many_squares(grads, scales)
+    again = norms.many_squares(grads, given)
     assert again[1].isnan()
     assert torch.equal(again[[0, 2]], found[[0, 2]])
 

@@ -40,11 +40,11 @@ MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a f
 class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
-    Batches run without a graph on a CPU, without Triton, if the plan protects users, if sums of squares are released
-    too, if the arguments hold numbers, strings or objects, under an autocast that began outside `losses`, or if the
-    model or `losses` waits for the device or draws random numbers on the host. With a large model, they also run
-    without a graph while something outside still holds the gradient of the last step, because a graph would overwrite
-    it.
+    Batches run without a graph on a CPU, without Triton, if the plan protects users or clips groups, if sums of squares
+    are released too, if the arguments hold numbers, strings or objects, under an autocast that began outside `losses`,
+    or if the model or `losses` waits for the device or draws random numbers on the host. With a large model, they also
+    run without a graph while something outside still holds the gradient of the last step, because a graph would
+    overwrite it.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
     depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
@@ -85,8 +85,8 @@ class Captured:
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = read_arguments(self._losses, args, kwargs, devices[0])
         is_sharded = self._sums.shards is not None
-        is_plain = is_sharded or self._sums.by_user or self._sums.with_squares or batch.examples == 0
-        if is_plain or not _can_capture(devices):
+        is_plain = is_sharded or self._sums.by_user or self._sums.with_squares or len(self._sums.groups) > 1
+        if is_plain or batch.examples == 0 or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
@@ -159,7 +159,8 @@ class Captured:
     def _conditions(self) -> Hashable:
         """Return what decides how a batch runs, besides its shape."""
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
-        return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
+        clip_norm = None if sums.is_adaptive else sums.clip_norm  # graphs read an adaptive one
+        return clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
     def _warn_once(self, line: str) -> None:
         if not self._has_warned:
@@ -208,7 +209,9 @@ class Captured:
         self._check_context()
         shape.fill(batch)
         with _repeating(draws), torch.enable_grad():
-            shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=rows))
+            shape.differentiate(
+                lambda found: self._sums.clip_and_sum_rows(found.gradients, rows, 1, self._sums.clip_norm)
+            )
 
     def _check_context(self) -> None:
         with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
@@ -226,6 +229,8 @@ class _GraphWorkspace:
         self._numbers: Tensor | None = None
         self._flat_scale: FlatTensors | None = None
         self.scale: Mapping[str, Tensor] | None = None
+        device = next(iter(sums.parameters.values())).device
+        self._clip_norm = torch.zeros((), dtype=torch.float64, device=device) if sums.is_adaptive else None
         self.memory = GraphMemory()
         self._shared_sums = None if sums.saves_memory else FlatTensors(sums.parameters)
         if self._shared_sums is not None:
@@ -251,8 +256,15 @@ class _GraphWorkspace:
         """Forget the sums of a run that were not added."""
         self._sums = None
 
+    @property
+    def clip_norm(self) -> float | Tensor:
+        """The clip norm: if it is adaptive, at the address that graphs read."""
+        return self._clipped.clip_norm if self._clip_norm is None else self._clip_norm
+
     def copy_scale(self) -> None:
-        """Copy the current scale, or the numbers from which graphs compute it, to the address that graphs read."""
+        """Copy clip norm and scale, or the numbers from which graphs compute it, to the addresses that graphs read."""
+        if self._clip_norm is not None:
+            self._clip_norm.fill_(self._clipped.clip_norm)
         self.scale = scale = self._clipped.scale
         if isinstance(scale, ComputedScale):
             numbers = scale.numbers()
@@ -309,7 +321,10 @@ class _Shape:
         """Differentiate the inputs, and clip and sum them into the workspace; nothing here waits for the device."""
 
         def clip_and_sum(recorded: PhysicalBatch) -> None:
-            self.found = self._sums.clip_and_sum_into(self._workspace.new_sums(), recorded, self._workspace.scale)
+            workspace = self._workspace
+            self.found = self._sums.clip_and_sum_into(
+                workspace.new_sums(), recorded, workspace.scale, workspace.clip_norm
+            )
 
         self._workspace.drop_sums()  # of the run before a capture
         is_first = not self.has_run and self.batch.device.type != "cpu"  # on a CPU, dropout itself draws on the host

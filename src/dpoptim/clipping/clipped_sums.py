@@ -1,12 +1,13 @@
 """Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
 
 Guarantee: each example adds a vector v with ‖scale ⊙ v‖ ≤ clip_norm, up to the rounding of the sum. An example whose
-gradient is not finite, or has a norm above 1.8e19 whose square overflows float32, adds nothing. In the scaled norm, the
+gradient is not finite, or has a norm above 1e18, adds nothing. In the scaled norm, the
 sum therefore changes by at most clip_norm under zero-out or add-remove adjacency, and by at most 2·clip_norm when one
 example replaces another. The scale enters the norm only: dividing the noise by it equals scaling, adding noise and
 unscaling.
 
 With `by_user`, "example" means a user: g_j is the mean gradient of all rows of user j, which are in one physical batch.
+A rule other than `FixedClipNorm` computes c_j differently, or one c_j per group of parameters; see `clipping_rules`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.data.shards import Shards, own_part
 from dpoptim.kernels import norms
-from dpoptim.kernels.clip_weights import ClipResult, clip_weights
+from dpoptim.kernels.clip_weights import ClipResult, clip_weights, clipped_part
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.kernels.norm_methods import Explanation
 from dpoptim.kernels.user_rows import UserRows
+from dpoptim.privacy.clipping_rules import AdaptiveClipNorm, FixedClipNorm, NormalizedGradients
 
 Gradients = dict[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
@@ -60,12 +62,20 @@ class ClippedSums:
         allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
         shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
         by_user: bool = False,  # clip the mean gradient of each user's rows
+        rule: FixedClipNorm = FixedClipNorm(),  # noqa: B008
     ) -> None:
         check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
+        self.is_adaptive = isinstance(rule, AdaptiveClipNorm)  # then the clip norm may change after `take`
+        self._stability = rule.stability if isinstance(rule, NormalizedGradients) else None
         self.mean_loss = mean_loss
         self.scale: Scale = None
         self.parameters = {name: own_part(p) for name, p in model.named_parameters() if p.requires_grad}
+        self.groups = rule.groups_of(self.parameters)
+        if len(self.groups) > 1 and shards is not None:
+            raise ValueError(
+                f"clipping={rule!r} needs whole models for now. Do not call fully_shard, or use another rule"
+            )
         self.shards = shards
         self.skips_batch = False  # the next batch is a placeholder
         self.by_user = by_user
@@ -100,6 +110,11 @@ class ClippedSums:
             raise ValueError("nothing has been differentiated yet; call this after the first step")
         return self._explanation
 
+    def clipped_examples(self) -> Tensor:
+        """How many examples of this step are clipped, if the clip norm is adaptive; read before `take`."""
+        none = torch.zeros((), dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        return torch.stack([none, *self._clipped]).sum()
+
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
         """Return (Σ c_j g_j, Σ (c_j g_j)² or None) of all parameters, and empty the accumulator."""
         try:
@@ -118,6 +133,7 @@ class ClippedSums:
         self._sums = _Accumulator(self._empty)
         self._square_sums = _Accumulator(self._empty) if self.with_squares else None
         self.norms: list[Tensor] = []
+        self._clipped: list[Tensor] = []  # if adaptive: how many examples of each physical batch are clipped
 
     def _add(self, batch: PhysicalBatch) -> None:
         counted = self.examples
@@ -143,18 +159,37 @@ class ClippedSums:
         if self.shards is not None:
             self._clip_and_sum_shards(batch, factor, self.shards)
             return
-        found, is_trusted = self._clip(batch.gradients, self.scale, factor)
-        rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
         self._remember_norm_methods(batch)
-        if self.saves_memory:  # then the sums take memory as the gradients free it
-            self.clip_and_sum_rows(batch, rows(), factor)
-        kept = batch.gradients if self.saves_memory else dict(batch.gradients)
-        _sum(kept, found.weights, self._sums, self._square_sums)
+        gradients, found = batch.gradients, []
+        for names, share in self.groups:
+            own = gradients
+            if len(self.groups) > 1:
+                own = {name: gradients.pop(name) for name in names if name in gradients}
+            if own:
+                found.append(self._clip_and_sum_group(own, self.clip_norm * share, factor))
         self.examples += batch.examples
-        self._outcomes.append(found.counts)
-        self.norms.append(found.norms)
+        self._note(
+            torch.linalg.vector_norm(torch.stack([one.norms for one in found]), dim=0) if found[1:] else found[0].norms,
+            torch.stack([one.counts for one in found]).amax(0) if found[1:] else found[0].counts,
+        )
+
+    def _clip_and_sum_group(self, gradients: Gradients, clip_norm: float, factor: Factor) -> ClipResult:
+        """Clip parameters that are clipped together, and add their sums."""
+        found, is_trusted = self._clip(gradients, self.scale, factor, clip_norm)
+        rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
+        if self.saves_memory:  # then the sums take memory as the gradients free it
+            self.clip_and_sum_rows(gradients, rows(), factor, clip_norm)
+        _sum(gradients if self.saves_memory else dict(gradients), found.weights, self._sums, self._square_sums)
         if not self.saves_memory:
-            self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
+            self.clip_and_sum_rows(gradients, rows(), factor, clip_norm)  # read only now, to keep the device busy
+        return found
+
+    def _note(self, norms: Tensor, counts: Tensor, examples: int | None = None) -> None:
+        """Keep what clipping did to a physical batch, with the norms of all its rows."""
+        self._outcomes.append(counts)
+        self.norms.append(norms[:examples].clone())
+        if self.is_adaptive:  # a row counts between 0 and 1, and padding, which has no gradient, counts 0
+            self._clipped.append(clipped_part(norms / self.clip_norm).sum())
 
     def _group_by_user(self, batch: PhysicalBatch) -> Tensor:
         """Replace the gradients of rows with the sums over each user's rows; return what turns these into means."""
@@ -184,7 +219,14 @@ class ClippedSums:
         trusted = [trust for _, trust in found if trust is not None]
         min_trusted_norm = torch.linalg.vector_norm(torch.stack(trusted), dim=0) if trusted else None
         squares = torch.stack([squares for squares, _ in found]).sum(0)
-        clipped = clip_weights(squares, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+        clipped = clip_weights(
+            squares,
+            min_trusted_norm,
+            clip_norm=self.clip_norm,
+            factor=factor,
+            dtype=torch.float64,
+            stability=self._stability,
+        )
         weights = torch.zeros_like(clipped.weights) if self.skips_batch else clipped.weights
         self._remember_norm_methods(batch)
         for names in shards.buckets:
@@ -196,15 +238,18 @@ class ClippedSums:
                         sums.add(name, total)
         if not self.skips_batch:
             self.examples += batch.examples
-            self._outcomes.append(clipped.counts)
-            self.norms.append(clipped.norms)
+            self._note(clipped.norms, clipped.counts)
 
-    def _clip(self, gradients: Gradients, scale: Scale, factor: Factor) -> tuple[ClipResult, bool]:
+    def _clip(
+        self, gradients: Gradients, scale: Scale, factor: Factor, clip_norm: float | Tensor
+    ) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
         squared, min_trusted_norm = _measured(gradients, scale)
         is_double = any(own.precision == torch.float64 for own in gradients.values())
         dtype = torch.float64 if is_double else torch.float32
-        found = clip_weights(squared, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=dtype)
+        found = clip_weights(
+            squared, min_trusted_norm, clip_norm=clip_norm, factor=factor, dtype=dtype, stability=self._stability
+        )
         return found, min_trusted_norm is None
 
     def _remember_norm_methods(self, batch: PhysicalBatch) -> None:
@@ -227,12 +272,14 @@ class ClippedSums:
         """Copy what is summed so far, because a graph is about to overwrite its memory."""
         self._sums.copy()
 
-    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Scale) -> ClipResult:
+    def clip_and_sum_into(
+        self, into: FlatTensors, batch: PhysicalBatch, scale: Scale, clip_norm: float | Tensor
+    ) -> ClipResult:
         """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device, so a graph can capture it.
 
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
-        found, _ = self._clip(batch.gradients, scale, 1)
+        found, _ = self._clip(batch.gradients, scale, 1, clip_norm)
         self._remember_norm_methods(batch)
         sums = _Accumulator(self._empty, into)
         _sum(batch.gradients, found.weights, sums, None)
@@ -262,8 +309,7 @@ class ClippedSums:
         counts = found.counts.clone()
         padding_is_nonfinite = ((found.weights == 0) & ~found.needs_recompute)[examples:]
         counts[1] -= padding_is_nonfinite.sum()
-        self._outcomes.append(counts)
-        self.norms.append(found.norms[:examples].clone())
+        self._note(found.norms, counts, examples)  # a loss may reorder its rows, so all of them are counted
 
         def settle() -> None:
             if rows := rows_to_recompute():
@@ -277,14 +323,16 @@ class ClippedSums:
         if settle is not None:
             settle()
 
-    def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: Factor = 1) -> None:
+    def clip_and_sum_rows(self, of: Gradients, rows: list[int], factor: Factor, clip_norm: float) -> None:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
         for j in rows:
             own_factor = factor[j] if isinstance(factor, Tensor) else factor
-            own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
+            own = {name: gradients.example(j) for name, gradients in of.items()}
             scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
             squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
-            found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=own_factor, dtype=torch.float64)
+            found = clip_weights(
+                squared, None, clip_norm=clip_norm, factor=own_factor, dtype=torch.float64, stability=self._stability
+            )
             found.counts[0] = 0  # clipping was counted with its batch
             self._outcomes.append(found.counts)
             alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}

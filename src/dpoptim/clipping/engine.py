@@ -31,7 +31,7 @@ from dpoptim.clipping.gradient_factors import GradientFactors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.parameter_gradients import ParameterGradients
-from dpoptim.data.shards import Places, Shards, fsdp_modules
+from dpoptim.data.shards import ParameterSlots, Shards, fsdp_modules
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
@@ -147,7 +147,7 @@ class Engine:
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
-        self._places = None if shards is None else Places(model, shards.shapes)
+        self._slots = None if shards is None else ParameterSlots(model, shards.shapes)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (type(None), ())  # copies and pickles of the model (averaged weights, a checkpoint) have no engine
@@ -275,8 +275,8 @@ class Engine:
 
     def guard_whole_parameters(self) -> None:
         """Name and guard the whole parameters that FSDP has put in place of sharded ones, whether used or not."""
-        assert self._places is not None  # only models of FSDP have this hook
-        for parameter, name in self._places.whole(check=self.recording):
+        assert self._slots is not None  # only models of FSDP have this hook
+        for parameter, name in self._slots.unsharded(check=self.recording):
             if id(parameter) not in self.names:
                 self.names[id(parameter)] = name
                 self._guarded.append((parameter, name))
@@ -287,8 +287,8 @@ class Engine:
 
     def _was_replaced(self) -> bool:
         """Return whether a parameter or module was replaced, other than by FSDP itself."""
-        if self._places is not None:
-            return self._places.have_changed(self.model)
+        if self._slots is not None:
+            return self._slots.have_changed(self.model)
         return list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]
 
     def _check_call(self, module: nn.Module, arguments: Arguments) -> None:

@@ -92,7 +92,7 @@ GradientFactors = OuterProduct | RowUpdates | Materialized
 AnyFactors = TypeVar("AnyFactors", bound=OuterProduct | RowUpdates)
 
 
-def changed(factors: AnyFactors, change: Callable[[Tensor], Tensor]) -> AnyFactors:
+def map_factors(factors: AnyFactors, change: Callable[[Tensor], Tensor]) -> AnyFactors:
     """Return the factors with each of their tensors changed, [examples, positions, ...]."""
     parts: list[Any] = [None if part is None else change(part) for part in factors]
     return type(factors)(*parts)
@@ -104,7 +104,7 @@ def _directions(factor: Tensor) -> Tensor:
     return (torch.randn(width, 2, generator=generator, device="cpu") / width**0.5).to(factor)
 
 
-def chosen(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
+def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
     """Return g_j itself if memory allows, else its factors, and how many of the extra bytes it takes."""
     if isinstance(factors, RowUpdates) and factors.is_small_formed(shape[0]):
         return factors.formed(shape[0]), 0

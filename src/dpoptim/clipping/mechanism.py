@@ -2,7 +2,7 @@
 
 Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t). The plan gives std, the plan's strategy and the key give C⁻¹z,
 and s_t depends on earlier releases. A second moment has a separate noise stream, with its own strategy if the plan has
-one.
+one. An adaptive clip norm multiplies std by `clip_factor`, and the count that it follows is released with the gradient.
 
 Guarantee: The sequence of releases satisfies `plan.epsilon(delta=...)` as stated by `plan.statement()`, if batches are
 drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dpoptim.arguments import check_whole
+from dpoptim.arguments import check_number, check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.data import batch_handshake
 from dpoptim.data.processes import Processes
@@ -29,7 +29,14 @@ from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.kernels.norm_methods import Explanation
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
-from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
+from dpoptim.privacy import (
+    AdaptiveClipNorm,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    PrivacyPlan,
+    Release,
+)
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
 
 
@@ -41,6 +48,7 @@ class Released:
     gradient: Mapping[str, Tensor]  # the noisy average gradient
     square: Mapping[str, Tensor] | None  # noisy, except under NoiselessSquare, which is not private
     noise_variance: float  # on one coordinate of `gradient`, at scale 1; public
+    clip_factor: float = 1.0  # the step's clip norm over the plan's; public
 
 
 class PrivateMechanism:
@@ -95,7 +103,9 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
             shards=self.shards,
             by_user=plan.unit == "user",
+            rule=self.plan.clipping,
         )
+        self._set_clip_factor(1.0)
         self._sums.engine.attach()
         self._own_processes = f"{self.processes.count}{'' if self.shards is None else ' with sharded parameters'}"
         self._last_processes = self._own_processes  # that took the last step; others round sums differently
@@ -143,6 +153,10 @@ class PrivateMechanism:
                 kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
                 rows = strategy.stream(key, parts, stream=stream, memory=self.noise_memory, **kind)
                 self._noise[stream].append(rows)
+        self._count_noise: NoiseStream | None = None
+        if isinstance(self.plan.clipping, AdaptiveClipNorm):
+            part = [TensorPart(name="count", numel=1)]
+            self._count_noise = self._strategies["gradient"].stream(key, part, stream="count", dtype=torch.float64)
 
     @property
     def noise_memory_bytes(self) -> int:
@@ -154,6 +168,7 @@ class PrivateMechanism:
         return {
             "run_id": self.run_id,
             "step": self.step,
+            "clip_factor": self.clip_factor,
             "processes": self._last_processes,
             "loader_key_fingerprint": self.loader_key_fingerprint,
             "noise_bits": self.noise_memory.bits,
@@ -163,6 +178,7 @@ class PrivateMechanism:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue the run of a `state`, and drop what has been accumulated."""
         run_id, step = state["run_id"], check_whole("step", state["step"], low=0)
+        check_number("clip_factor", state["clip_factor"], above=0.0)
         if self.step > 0 and (run_id != self.run_id or step < self.step):
             which = "belongs to a different run" if run_id != self.run_id else f"is before step {self.step}"
             raise ValueError(
@@ -186,6 +202,7 @@ class PrivateMechanism:
         self._has_loader = False
         batch_handshake.bind(self._drawn_for, self)
         self.step = step
+        self._set_clip_factor(float(state["clip_factor"]))
         self._set_strategies(strategies)
         self._begin_run(run_id)
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
@@ -322,36 +339,62 @@ class PrivateMechanism:
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         try:
+            clipped = self._sums.clipped_examples()
             sums, square_sums = self._sums.take()
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
         if self.shards is None:
             self.processes.add_up([*sums.vectors, *(square_sums.vectors if square_sums is not None else ())])
+        if self._sums.is_adaptive:
+            self.processes.add_up([clipped])
         self._report_nonfinite()
         squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_the_average else None
-        content = None if self.shards is None else self._content(sums, square_sums, bound)
+        content = None if self.shards is None else self._content(sums, square_sums, bound, clipped)
 
         def record() -> None:
             if self.before_step is not None:
-                self.before_step(self.step, content or self._content(sums, square_sums, bound))
+                self.before_step(self.step, content or self._content(sums, square_sums, bound, clipped))
             elif (last := self._last_processes) != (now := self._own_processes):
                 raise ValueError(f"Expected processes={last}, got {now}. To change them, use the run's step ledger")
 
         self.processes.only_first(record, device)
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
-        self.step += 1
+        factor = self.clip_factor
+        stddev = self._stddevs["gradient"] * factor * float(self._row_norms[self.step]) / self.plan.batch_size
+        released = Released(self.step, gradient=sums, square=square, noise_variance=stddev**2, clip_factor=factor)
+        next_factor = self._next_clip_factor(clipped)
+        self.step += 1  # before anything of the release can be seen
         self._last_processes = self._own_processes
-        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
-        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+        self._set_clip_factor(next_factor)
+        return released
 
-    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
+    def _next_clip_factor(self, clipped: Tensor) -> float:
+        """Release the share of clipped examples, with noise, and return the clip factor that follows from it."""
+        rule = self.plan.clipping
+        if not isinstance(rule, AdaptiveClipNorm) or self._count_noise is None:
+            return self.clip_factor
+        weight = rule.count_weight * self.plan.clip_norm
+        noisy = weight * float(clipped) + self._stddevs["gradient"] * float(self._count_noise.row(self.step))
+        return rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size))
+
+    @property
+    def clip_factor(self) -> float:
+        """The next step's clip norm over the plan's: 1, unless it is adaptive. A function of released values."""
+        return self._clip_factor
+
+    def _set_clip_factor(self, factor: float) -> None:
+        self._clip_factor, self._sums.clip_norm = factor, self.plan.clip_norm * factor
+
+    def _content(
+        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None, clipped: Tensor
+    ) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""
-        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
+        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ()), clipped.view(1)]
         own, settings = self._describe_scale(sums.names)
         levels = sorted(self._stddevs.items())
-        header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} "
+        header = f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} {self.clip_factor!r} "
         content = header.encode() + checksums([*vectors, *own])
         return content if self.shards is None else b"".join(self.processes.gathered(content))
 
@@ -373,7 +416,8 @@ class PrivateMechanism:
             return 0
         vectors, settings = self._describe_scale(group_parameters(self._sums.parameters))
         vectors = vectors if self.shards is None else []  # each process has its own rows of one scale
-        digest = blake2b(repr(settings).encode() + checksums(vectors), digest_size=7).digest()
+        known = repr((self.clip_factor, settings)).encode()
+        digest = blake2b(known + checksums(vectors), digest_size=7).digest()
         return int.from_bytes(digest, "little")
 
     def _report_nonfinite(self) -> None:
@@ -415,7 +459,7 @@ class PrivateMechanism:
 
     def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None, divisor: float) -> None:
         """Add stddev·(this step's noise) / scale to `to` and divide by `divisor`, in place."""
-        stddev = self._stddevs[stream]
+        stddev = self._stddevs[stream] * self.clip_factor
         if stddev == 0:
             for vector in to.vectors:
                 vector /= divisor

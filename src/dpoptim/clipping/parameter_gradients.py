@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, changed, chosen
+from dpoptim.clipping import gradient_factors
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
@@ -45,7 +46,7 @@ class ParameterGradients:
 
     def add(self, given: GradientFactors, extra_memory: int = 0) -> int:
         """Add a use, as g_j itself if memory allows; return how many of the extra bytes it takes."""
-        factors, spent = chosen(given, self.shape, extra_memory)
+        factors, spent = gradient_factors.choose_factors(given, self.shape, extra_memory)
         if isinstance(factors, Materialized) and self.dense is not None:
             self.dense = wide(self.dense) + wide(factors.grads)  # a new tensor, so the parts can be freed
             return spent
@@ -91,8 +92,8 @@ class ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""
         return replace(
             self,
-            outers=[changed(use, lambda part: part[keep]) for use in self.outers],
-            rows=[changed(use, lambda part: part[keep]) for use in self.rows],
+            outers=[gradient_factors.map_factors(use, lambda part: part[keep]) for use in self.outers],
+            rows=[gradient_factors.map_factors(use, lambda part: part[keep]) for use in self.rows],
             dense=None if self.dense is None else self.dense[keep],
             kept=[],
         )
@@ -102,7 +103,7 @@ class ParameterGradients:
         found = ParameterGradients(self.shape, self.precision)
         uses: list[OuterProduct | RowUpdates] = [*self.outers, *self.rows]
         for use in uses:
-            found.add(changed(use, users.side_by_side))
+            found.add(gradient_factors.map_factors(use, users.side_by_side))
         if self.dense is not None:
             found.add(Materialized(users.summed(self.dense)))
         return found

@@ -193,14 +193,15 @@ class PrivateLoader:
             "key_fingerprint": self.key.fingerprint(),
             "dataset": self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16],  # the size may be private
             "records": self._records_digest,
-            **({} if self.users is None else {"users": self.users.digest(self.key)}),
         }
 
     @functools.cached_property
     def _records_digest(self) -> str | None:
-        """A keyed digest of the given digest, or of a dataset in memory; None for others."""
+        """A keyed digest of the given digest, or of a dataset in memory, and of whose records they are; or None."""
         digest = fingerprint_in_memory(self.dataset, self.key) if self.digest is None else self.digest
-        return None if digest is None else self.key.subkey("dataset digest", digest).hex()[:32]
+        whose = None if self.users is None else self.users.digest(self.key)
+        known = [part for part in (digest, whose) if part is not None]
+        return self.key.subkey("dataset digest", " ".join(known)).hex()[:32] if known else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` with the same key and examples; see `digest` in `private_loader`."""
@@ -212,10 +213,9 @@ class PrivateLoader:
             )
         if state["dataset"] != own["dataset"] or state.get("records") not in (None, own["records"]):
             raise ValueError(
-                "the state was saved with different examples, or in a different order. Load the run's original dataset."
+                "the state was saved with different examples or user ids, or in a different order. Load the run's "
+                "original dataset."
             )
-        if state.get("users") != own.get("users"):
-            raise ValueError("the state was saved with different user ids. Load the run's original ids.")
         next_step = _checked_step("next_step", state["next_step"], self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))

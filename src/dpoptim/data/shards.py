@@ -197,7 +197,7 @@ def averaged_gradients(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Te
     return gradients
 
 
-class Places:
+class ParameterSlots:
     """The modules that hold the parameters of a sharded model; several hold a tied one."""
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
@@ -206,7 +206,7 @@ class Places:
         self._found = [(names[id(parameter)], module, key) for module, key, parameter in _parameters_of(model)]
         self._sharded = [id(parameter) for _, _, parameter in _parameters_of(model)]
 
-    def whole(self, *, check: bool) -> Iterator[tuple[nn.Parameter, str]]:
+    def unsharded(self, *, check: bool) -> Iterator[tuple[nn.Parameter, str]]:
         """Yield trained parameters that FSDP holds whole, with their names; `check` refuses what was (un)frozen."""
         for name, module, key in self._found:
             parameter = module._parameters.get(key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -155,13 +154,9 @@ def _checked(ids: Sequence[Any]) -> list[str | int]:
     found: list[str | int] = []
     for place, given in enumerate(ids):
         own = given.item() if isinstance(given, np.generic | Tensor) and given.ndim == 0 else given
-        is_missing = own is None or (isinstance(own, float) and math.isnan(own))
-        if is_missing or (isinstance(own, str) and not own.strip()):
-            shown = "None" if own is None else "NaN" if isinstance(own, float) else "an empty string"
-            raise ValueError(f"record {place} has {shown} in place of a user id. Give every record a user id.")
-        if isinstance(own, bool) or not isinstance(own, str | int):
-            kind = type(own).__name__
-            raise ValueError(f"record {place} has a {kind} in place of a user id. Give strings or integers.")
+        if isinstance(own, bool) or not isinstance(own, str | int) or (isinstance(own, str) and not own.strip()):
+            shown = "an empty string" if isinstance(own, str) else f"a {type(own).__name__}"
+            raise ValueError(f"record {place} has {shown} in place of a user id. Give strings or integers.")
         if found and isinstance(own, str) != isinstance(found[0], str):
             raise ValueError(
                 f"record {place} has a user id of type {type(own).__name__}, and earlier ones are of type "

@@ -113,12 +113,10 @@ def uses_fsdp2(accelerator: Any) -> bool:
 def check_accelerator(accelerator: Any) -> None:
     """Refuse an Accelerator that scales the loss, or divides the model in any way but FSDP2."""
     backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if backend == "FSDP" and not uses_fsdp2(accelerator):
-        raise ValueError("FSDP1 flattens parameters, so examples cannot be clipped. Set fsdp_version=2.")
-    if backend in ("DEEPSPEED", "MEGATRON_LM", "TP"):
+    if backend in ("DEEPSPEED", "MEGATRON_LM", "TP", "FSDP") and not uses_fsdp2(accelerator):
         raise ValueError(
-            f"distributed_type={backend}: private training has a whole model in each process, or FSDP2. Choose one of "
-            "them in `accelerate config`."
+            f"distributed_type={backend}: private training has a whole model in each process, or FSDP2 "
+            "(fsdp_version=2). Choose one of them in `accelerate config`."
         )
     config = getattr(accelerator, "parallelism_config", None)
     if config is not None and set(config.active_mesh_dims) - {"dp_shard"}:

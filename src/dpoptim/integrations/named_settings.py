@@ -30,12 +30,15 @@ from dpoptim.optim import (
 )
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
+    AdaptiveClipNorm,
     Adjacency,
     ColumnCounts,
     CyclicPoisson,
+    FixedClipNorm,
     Gradient,
     IndependentMoments,
     JointMoments,
+    NormalizedGradients,
     Poisson,
     PrivacyPlan,
     Release,
@@ -65,6 +68,12 @@ _RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "j
 _FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their default eps is the noise level
 
 VARIANTS = (*ADAPTIVE, "dp_sgd")
+CLIPPING: dict[str, FixedClipNorm] = {
+    "fixed": FixedClipNorm(),
+    "adaptive": AdaptiveClipNorm(),
+    "normalized": NormalizedGradients(),
+}
+"""How gradients are bounded, by name. `GroupClipNorms` has no name, because it names parameters."""
 
 
 def make_plan(
@@ -83,6 +92,7 @@ def make_plan(
     records_per_user: int | None = None,
     release: Release = Gradient(),  # noqa: B008
     counts: ColumnCounts | None = None,
+    clipping: str = "fixed",
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
@@ -104,7 +114,7 @@ def make_plan(
             num_examples=num_examples, batch_size=batch_size, steps=steps, clip_norm=clip_norm,
             sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
             noise_multiplier=noise_multiplier, delta=delta, records_per_user=records_per_user,
-            unit="example" if records_per_user is None else "user", counts=counts,
+            unit="example" if records_per_user is None else "user", counts=counts, clipping=CLIPPING[clipping],
         )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):

@@ -11,6 +11,8 @@ learn nothing from the data or are fitted on public data: `OneHotEncoder(categor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +25,7 @@ from torch.utils.data import StackDataset
 from dpoptim.arguments import check_choice, check_number, default_delta
 from dpoptim.data import private_loader
 from dpoptim.integrations import tables
-from dpoptim.integrations.named_settings import has_correlated_noise, make_optimizer, make_plan
+from dpoptim.integrations.named_settings import has_correlated_noise, make_optimizer, make_plan, steps_of
 from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -41,39 +43,24 @@ _FEWEST = 8  # fewer examples do not fill the eight batches of an epoch
 _ROWS_AT_ONCE = 1024
 
 
+@dataclass(eq=False, repr=False)
 class _DPEstimator(_Estimator):
     """What both estimators share. Each `fit` is a separate run: ε adds up over fits on the same data."""
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float | None = None,
-        *,
-        bounds: Any = None,
-        model: str = "mlp",
-        width: int = tables.WIDTH,
-        epochs: float = tables.EPOCHS,
-        batch_size: int | None = None,
-        learning_rate: float | None = None,
-        clip_norm: float | None = None,
-        noise: str = "auto",
-        sampling: str = "shuffled",
-        adjacency: str = "zero_out",
-        random_state: Any = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.bounds = bounds
-        self.model = model
-        self.width = width
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.clip_norm = clip_norm
-        self.noise = noise
-        self.sampling = sampling
-        self.adjacency = adjacency
-        self.random_state = random_state
+    epsilon: float = 1.0
+    delta: float | None = None
+    _: KW_ONLY
+    bounds: Any = None
+    model: str = "mlp"
+    width: int = tables.WIDTH
+    epochs: float = tables.EPOCHS
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    clip_norm: float | None = None
+    noise: str = "auto"
+    sampling: str = "shuffled"
+    adjacency: str = "zero_out"
+    random_state: Any = None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -90,25 +77,11 @@ class _DPEstimator(_Estimator):
 
     def _features(self, X: NDArray[np.float64]) -> Tensor:
         """Each row by itself: columns scaled from their bounds to [−2, 2], with one more column for missing values."""
-        low, high = self._checked_bounds(X.shape[1])
+        center, scale = _scale("bounds", self.bounds, columns=X.shape[1])
         with np.errstate(over="ignore", invalid="ignore"):
-            scaled = np.clip((X - (low + high) / 2) / ((high - low) / 4), -2.0, 2.0)
+            scaled = np.clip((X - center) / scale, -2.0, 2.0)
         absent = np.isnan(X)
         return torch.from_numpy(np.concatenate([np.where(absent, 0.0, scaled), absent], axis=1).astype(np.float32))
-
-    def _checked_bounds(self, columns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        if self.bounds is None:
-            raise ValueError(
-                "bounds is missing: give the public range of the columns, such as bounds=(0, 120) or "
-                "bounds=([0, 60], [120, 200]). It is not read from the data, because that would not be private."
-            )
-        low, high = _pair("bounds", self.bounds)
-        for name, values in (("low", low), ("high", high)):
-            if values.shape not in ((), (columns,)):
-                raise ValueError(f"bounds: {name} has shape {values.shape}; give one number, or {columns} numbers")
-        if not (np.isfinite(low).all() and np.isfinite(high).all() and (low < high).all()):
-            raise ValueError("bounds must be finite, with low < high in every column")
-        return np.broadcast_to(low, columns), np.broadcast_to(high, columns)
 
     def _train(
         self, X: NDArray[np.float64], targets: Tensor, outputs: int, losses: Callable[[Tensor, Tensor], Tensor]
@@ -125,7 +98,7 @@ class _DPEstimator(_Estimator):
             model = tables.table_model(self.model, columns=features.shape[1], outputs=outputs, width=self.width)
         plan = make_plan(
             num_examples=count, batch_size=batch_size, epsilon=self.epsilon, noise_multiplier=None,
-            steps=tables.steps_for(count, batch_size, epochs=self.epochs),
+            steps=steps_of(self.epochs, count, batch_size),
             clip_norm=self.clip_norm or tables.CLIP_NORMS[self.model],
             sampling=self.sampling, noise=self.noise, adjacency=Adjacency(self.adjacency),
             delta=default_delta(count) if self.delta is None else self.delta, parameters=model,
@@ -205,11 +178,8 @@ class DPClassifier(_Classifier, _DPEstimator):
         self.classes_, places = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"y has one class, {self.classes_[0]!r}; a classifier needs two or more classes")
-
-        def losses(outputs: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(outputs, labels, reduction="none")
-
-        self._train(rows, torch.from_numpy(places.astype(np.int64)), len(self.classes_), losses)
+        targets, losses = torch.from_numpy(places.astype(np.int64)), partial(cross_entropy, reduction="none")
+        self._train(rows, targets, len(self.classes_), losses)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
@@ -228,6 +198,7 @@ class DPClassifier(_Classifier, _DPEstimator):
         return tags
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DPRegressor(_Regressor, _DPEstimator):
     """A private regressor with the conventions of scikit-learn.
 
@@ -246,59 +217,21 @@ class DPRegressor(_Regressor, _DPEstimator):
     True
     """
 
-    def __init__(
-        self,
-        epsilon: float = 1.0,
-        delta: float | None = None,
-        *,
-        bounds: Any = None,
-        target_bounds: Any = None,
-        model: str = "mlp",
-        width: int = tables.WIDTH,
-        epochs: float = tables.EPOCHS,
-        batch_size: int | None = None,
-        learning_rate: float | None = None,
-        clip_norm: float | None = None,
-        noise: str = "auto",
-        sampling: str = "shuffled",
-        adjacency: str = "zero_out",
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            epsilon, delta, bounds=bounds, model=model, width=width, epochs=epochs, batch_size=batch_size,
-            learning_rate=learning_rate, clip_norm=clip_norm, noise=noise, sampling=sampling, adjacency=adjacency,
-            random_state=random_state,
-        )  # fmt: skip
-        self.target_bounds = target_bounds
+    target_bounds: Any = None
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Train on the examples; the earlier fit is forgotten, but its ε is spent."""
         rows, numbers = self._checked(X, y, y_numeric=True)
-        center, scale = self._target_scale()
+        center, scale = _scale("target_bounds", self.target_bounds)
         scaled = np.clip((np.asarray(numbers, dtype=np.float64) - center) / scale, -2.0, 2.0).astype(np.float32)
-
-        def losses(outputs: Tensor, labels: Tensor) -> Tensor:
-            return (outputs[:, 0] - labels).square()
-
-        self._train(rows, torch.from_numpy(scaled), 1, losses)
+        self._train(rows, torch.from_numpy(scaled), 1, lambda outputs, labels: (outputs[:, 0] - labels).square())
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the predicted number of each example."""
         outputs = self._outputs(X)[:, 0].double().numpy()
-        center, scale = self._target_scale()
+        center, scale = _scale("target_bounds", self.target_bounds)
         return np.asarray(outputs * scale + center)
-
-    def _target_scale(self) -> tuple[float, float]:
-        if self.target_bounds is None:
-            raise ValueError(
-                "target_bounds is missing: give the public range of y, such as target_bounds=(0, 30). It is not read "
-                "from the data, because that would not be private."
-            )
-        low, high = _pair("target_bounds", self.target_bounds)
-        if low.shape or high.shape or not (np.isfinite([low, high]).all() and low < high):
-            raise ValueError(f"target_bounds={self.target_bounds!r} must be two finite numbers, low < high")
-        return float(low + high) / 2, float(high - low) / 4
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -306,9 +239,18 @@ class DPRegressor(_Regressor, _DPEstimator):
         return tags
 
 
-def _pair(name: str, given: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _scale(name: str, given: Any, *, columns: int | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the center and the scale that take public bounds to [−2, 2]: one of each, or one per column."""
+    if given is None:
+        raise ValueError(
+            f"{name} is missing: give the public range, such as {name}=(0, 120). It is not read from the data, because "
+            "that would not be private."
+        )
     try:
-        low, high = given
-        return np.asarray(low, dtype=np.float64), np.asarray(high, dtype=np.float64)
+        low, high = (np.asarray(one, dtype=np.float64) for one in given)
     except (TypeError, ValueError):
         raise ValueError(f"{name}={given!r} must be (low, high)") from None
+    shapes, allowed = [()] if columns is None else [(), (columns,)], "" if columns is None else f" or {columns}"
+    if low.shape not in shapes or high.shape not in shapes or not np.isfinite(high - low).all() or (low >= high).any():
+        raise ValueError(f"{name}={given!r} must be finite, with low < high: one number for each{allowed}")
+    return (low + high) / 2, (high - low) / 4

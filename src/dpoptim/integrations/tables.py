@@ -10,8 +10,6 @@ import math
 
 from torch import nn
 
-from dpoptim.integrations.named_settings import steps_of
-
 WIDTH = 32
 CLIP_NORMS = {"mlp": 3.0, "linear": 1.0}
 MODELS = ("mlp", "linear")
@@ -21,18 +19,12 @@ WARMUP = 0.05
 MOST_BATCH = 2048  # larger batches have less noise per example, but a step costs more
 
 
-class MLP(nn.Sequential):
-    """One hidden layer with ReLU, then the outputs; takes [examples, columns]."""
-
-    def __init__(self, *, columns: int, outputs: int, width: int = WIDTH) -> None:
-        super().__init__(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, outputs))
-
-
 def table_model(name: str, *, columns: int, outputs: int, width: int | None = None) -> nn.Module:
-    """The built-in model "mlp" or "linear", with new weights."""
+    """The built-in model "linear", or "mlp" with one hidden layer, with new weights; it takes [examples, columns]."""
     if name == "linear":
         return nn.Linear(columns, outputs)
-    return MLP(columns=columns, outputs=outputs, width=width or WIDTH)
+    width = width or WIDTH
+    return nn.Sequential(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
 def learning_rate_for(model: str, *, is_correlated: bool) -> float:
@@ -43,11 +35,6 @@ def learning_rate_for(model: str, *, is_correlated: bool) -> float:
 def batch_size_for(num_examples: int) -> int:
     """The power of two in (n/16, n/8], at most 2048: large batches reduce noise, but an epoch should have eight."""
     return min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
-
-
-def steps_for(num_examples: int, batch_size: int, *, epochs: float = EPOCHS) -> int:
-    """The number of steps in this many epochs."""
-    return steps_of(epochs, num_examples, batch_size)
 
 
 def schedule_factor(step: int, *, steps: int, warmup: float, schedule: str) -> float:

@@ -19,16 +19,25 @@ class ClipResult(NamedTuple):
 
 
 def clip_weights(
-    squared: Tensor, min_trusted_norm: Tensor | None, *, clip_norm: float, factor: float | Tensor, dtype: torch.dtype
+    squared: Tensor,
+    min_trusted_norm: Tensor | None,
+    *,
+    clip_norm: float | Tensor,
+    factor: float | Tensor,
+    dtype: torch.dtype,
+    stability: float | None = None,
 ) -> ClipResult:
     """Turn squared norms, float64 [examples], into clip weights c_j = min(1, clip_norm / norm); c_j = 1 for norm 0.
 
-    `factor`, a number or one per example, undoes a loss that was divided by it. An example gets weight 0 if its norm is
-    not finite, or so large that float32 has no such weight at full precision (rounding could double it). The norm of an
+    With a `stability`, c_j = clip_norm / (norm + stability) instead. `factor`, a number or one per example, undoes a
+    loss that was divided by it. An example gets weight 0 if its norm is not finite, or so large that float32 has no
+    such weight at full precision (rounding could double it). Weights fall to 0 between norms of 1e17 and 1e18, whose
+    squares soon overflow float32: neither the method nor rounding may decide whether an example counts. The norm of an
     example cannot be trusted if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
-    weights = (limit / norms).clamp_(max=1.0)
+    weights = (limit / norms).clamp_(max=1.0) if stability is None else clip_norm / (norms * factor + stability)
+    weights = weights.clamp_(max=1e30) * ((1e18 - norms) / 9e17).clamp_(0.0, 1.0)
     is_kept = is_summed = weights >= torch.finfo(torch.float32).tiny  # false for NaN
     if min_trusted_norm is None:
         needs_recompute = torch.zeros_like(is_kept)
@@ -40,6 +49,17 @@ def clip_weights(
     if isinstance(factor, Tensor) or factor != 1:
         norms, weights = norms * factor, weights * factor
     return ClipResult(norms.to(dtype), weights.to(dtype), needs_recompute, counts)
+
+
+def clipped_part(ratios: Tensor) -> Tensor:
+    """Count, from 0 to 1, how far norms over their clip norm are clipped, float64; 0 for NaN.
+
+    It rises from 0 at 0.95 to 1 at 1.05, so that rounding cannot change the count of many equal examples.
+
+    >>> clipped_part(torch.tensor([0.0, 0.95, 1.0, 1.2, math.inf, math.nan])).round(decimals=6).tolist()
+    [0.0, 0.0, 0.5, 1.0, 1.0, 0.0]
+    """
+    return ((ratios.double() - 1.0) * 10.0 + 0.5).clamp_(0.0, 1.0).nan_to_num_(0.0)
 
 
 def sum_of_parts(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpoptim import kernels
-from dpoptim.kernels import choose
+from dpoptim.kernels import choose, elementwise_c
 from dpoptim.kernels.flat import unflatten
 
 
@@ -17,6 +17,10 @@ def inverse_root(moment: Tensor, *, exponent: float, factor: float | Tensor, flo
     """Return 1 / (factor·max(moment, 0)^exponent + floor), such as 0.1 for 16 with exponent ½, factor 2 and floor 2."""
     if exponent == 0.5 and choose.on_gpu(moment):
         return kernels.adam_triton.inverse_root(moment, factor, floor)
+    if exponent == 0.5 and not isinstance(factor, Tensor):
+        found = elementwise_c.inverse_root(moment, factor=factor, floor=float(floor))
+        if found is not None:
+            return found
     root = moment.clamp(min=0).pow_(exponent)
     if isinstance(factor, Tensor):
         return root.mul_(factor).add_(floor).reciprocal_()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpoptim import kernels
-from dpoptim.kernels import norms_c
+from dpoptim.kernels import norms_c, rows_c
 from dpoptim.kernels.choose import on_gpu, outer_on_gpu
 
 BLOCK_ELEMENTS = 1 << 24  # elements of per-example gradients materialised at once (64 MiB in fp32)
@@ -56,7 +56,7 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
     if on_gpu(*grads, *given):
         return kernels.many_triton.many_squares(grads, scales)
-    found = None if scales is None else norms_c.many_squares(grads, scales)
+    found = norms_c.many_squares(grads, scales)
     if found is not None:
         return found
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
@@ -211,6 +211,9 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     """
     if on_gpu(values, scale):
         return kernels.rows_triton.row_squares(ids, values, scale)
+    found = rows_c.row_squares(ids, values, scale, num_rows)
+    if found is not None:
+        return found
     each = wide(values) if scale is None else wide(values) * scale[ids]
     each_squared = self_products(each.flatten(0, 1)).view(ids.shape)
     bound = (each_squared.sum(1) * ids.shape[1]).sqrt()
@@ -233,6 +236,10 @@ def row_weighted_sum(
         total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
         kernels.rows_triton.row_weighted_sum(ids, values, weights, total)
         return total
+    if not values.is_cuda:
+        into = values.new_zeros(num_rows, values.shape[2], dtype=weights.dtype) if into is None else into
+        if into.is_contiguous() and rows_c.row_weighted_sum(ids, values, weights, num_rows, into) is not None:
+            return into
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
     if ids.stride(0) == 0:  # all examples look up the same rows, such as positions
@@ -241,8 +248,7 @@ def row_weighted_sum(
     if values.is_cuda:
         found = _summed_rows(ids.flatten(), weighted, num_rows)
         return found if into is None else into.add_(found)
-    if into is None:
-        into = weighted.new_zeros(num_rows, values.shape[-1])
+    assert into is not None
     distinct, where = torch.unique(ids, return_inverse=True)
     return into.index_add_(0, distinct, _row_sums(where.flatten(), weighted, len(distinct)).to(into.dtype))
 
@@ -290,6 +296,9 @@ def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor,
     """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t], E_j the table of values."""
     if outer_on_gpu(left, right, values, scale):
         return kernels.outer_triton.outer_row_products(left, right, ids, values, scale)
+    found = rows_c.outer_row_products(left, right, ids, values, scale)
+    if found is not None:
+        return found
     columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
     return _row_dots(wide(columns).mT @ wide(right), ids, values, scale)
 

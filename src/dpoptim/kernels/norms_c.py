@@ -23,7 +23,6 @@ WORTH_COMPILING = 1 << 28  # from this many products on, a second of compiling p
 WORTH_COMPILING_SQUARES = 1 << 22  # the same for squared elements
 _ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
 _ROWS_OF_TILES = 8  # the most rows that a tile has; zeros fill the last tile
-_BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
 _SOURCE = """
 #include <stdint.h>
@@ -42,7 +41,6 @@ _SOURCE = """
 #define HIGH 4
 #endif
 #define ACROSS (2 * WIDTH)
-#define BAND BAND_ROWS
 #define STRIP 1024    /* a multiple of ACROSS */
 #define STRETCH 4096  /* a multiple of 4 * WIDTH */
 
@@ -100,6 +98,10 @@ static inline __attribute__((always_inline)) double high_tiles(
         for (int64_t t = 0; t < positions; t++) {
             const float *r = right + t * right_stride + col;
             const vector r0 = *(const vector *)r, r1 = *(const vector *)(r + WIDTH);
+            if (!squared) {  /* `right` is a long strip, not a matrix in a cache */
+                __builtin_prefetch(r + STRIP, 0, 2);
+                __builtin_prefetch(r + STRIP + WIDTH, 0, 2);
+            }
             quad l[HIGH / 4];
             for (int i = 0; i < HIGH / 4; i++) {
                 l[i] = ((const quad *)(left + t * left_stride))[i];
@@ -134,9 +136,9 @@ static inline __attribute__((always_inline)) double high_tiles(
     return rest;
 }
 
-/* out[j] = sum of (scale * grads[j])^2, in float32 for each lane of a stretch of elements. */
-void scaled_squares(const float *grads, const float *scale, double *out, int64_t examples, int64_t numel,
-                    int64_t stride) {
+/* out[j] = sum of (scale * grads[j])^2, in float32 for each lane of a stretch of elements. Without a scale it is 1. */
+static inline __attribute__((always_inline)) void add_squares(
+    const float *grads, const float *scale, double *out, int64_t examples, int64_t numel, int64_t stride) {
     for (int64_t j = 0; j < examples; j++) {
         const float *g = grads + j * stride;
         wide lanes[2] = {{0}};
@@ -147,39 +149,48 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
             for (; at + 4 * WIDTH <= stop; at += 4 * WIDTH)
 #pragma GCC unroll 4
                 for (int k = 0; k < 4; k++) {
-                    const vector x = ((const vector *)(g + at))[k] * ((const vector *)(scale + at))[k];
+                    vector x = ((const vector *)(g + at))[k];
+                    if (scale) x *= ((const vector *)(scale + at))[k];
                     sum[k] += x * x;
                 }
             add_lanes(lanes, sum);
         }
         double total = sum_lanes(lanes);
-        for (; at < numel; at++) total += term(g[at], scale[at], 1);
+        for (; at < numel; at++) total += term(g[at], scale ? scale[at] : 1, 1);
         out[j] = total;
     }
 }
 
-/* out[j] = sum over rows [begin, end); left [examples, positions, rows] and right have unit stride in their last axis.
-   `packed` has room for positions * BAND numbers: those of a band, side by side. */
+void squares(const float *grads, const float *scale, double *out, int64_t examples, int64_t numel, int64_t stride) {
+    if (scale)
+        add_squares(grads, scale, out, examples, numel, stride);
+    else
+        add_squares(grads, 0, out, examples, numel, stride);
+}
+
+/* out[j] = sum over rows [begin, end), whose scale stays in a cache; left [examples, positions, rows] and right have
+   unit stride in their last axis. `tile` has room for positions * HIGH numbers. */
 void outer_squares(const float *left, const float *right, const float *scale, double *out, int64_t examples,
                    int64_t positions, int64_t cols, int64_t begin, int64_t end, int64_t left_example,
-                   int64_t left_stride, int64_t right_example, int64_t right_stride, float *packed) {
-    for (int64_t j = 0; j < examples; j++) out[j] = 0;
-    for (int64_t band = begin; band < end; band += BAND) {
-        int64_t stop = band + BAND < end ? band + BAND : end;
-        for (int64_t j = 0; j < examples; j++) {
-            const float *l = left + j * left_example, *r = right + j * right_example;
-            wide lanes[2] = {{0}};
-            int64_t row = band;
-            for (int64_t t = 0; t < positions; t++)
-                memcpy(packed + t * BAND, l + t * left_stride + band, sizeof(float) * (stop - band));
-            for (; row + HIGH <= stop; row += HIGH)
-                out[j] += high_tiles(packed + row - band, r, scale + row * cols, lanes, HIGH, positions, cols, BAND,
-                                     right_stride, cols, 1);
-            for (; row < stop; row++)
-                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride,
-                                  1);
-            out[j] += sum_lanes(lanes);
+                   int64_t left_stride, int64_t right_example, int64_t right_stride, float *tile) {
+    for (int64_t j = 0; j < examples; j++) {
+        const float *l = left + j * left_example, *r = right + j * right_example;
+        wide lanes[2] = {{0}};
+        int64_t row = begin;
+        out[j] = 0;
+        for (; row + HIGH <= end; row += HIGH) {
+            const float *ahead = l + row + 2 * HIGH;  /* the next tile but one, or the next example */
+            if (row + 2 * HIGH >= end) ahead = l + (j + 1 < examples) * left_example + begin;
+            for (int64_t t = 0; t < positions; t++) {
+                memcpy(tile + t * HIGH, l + t * left_stride + row, sizeof(float) * HIGH);
+                __builtin_prefetch(ahead + t * left_stride, 0, 2);
+            }
+            out[j] += high_tiles(tile, r, scale + row * cols, lanes, HIGH, positions, cols, HIGH, right_stride, cols,
+                                 1);
         }
+        for (; row < end; row++)
+            out[j] += one_row(l + row, r, scale + row * cols, positions, 0, cols, left_stride, right_stride, 1);
+        out[j] += sum_lanes(lanes);
     }
 }
 
@@ -207,12 +218,12 @@ void quadratic_forms(const float *matrices, const float *factors, double *out, i
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE.replace("BAND_ROWS", str(_BAND)), contract=True)
+    loops = library(_SOURCE, contract=True)
     if loops is not None:
         loops.outer_squares.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 9, ctypes.c_void_p)
-        loops.scaled_squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
+        loops.squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
         loops.quadratic_forms.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
-        loops.outer_squares.restype = loops.scaled_squares.restype = loops.quadratic_forms.restype = None
+        loops.outer_squares.restype = loops.squares.restype = loops.quadratic_forms.restype = None
     return loops if loops is not None and _right(loops) else None
 
 
@@ -226,6 +237,7 @@ def _right(loops: ctypes.CDLL) -> bool:
         wide = vectors.double()
         for found, expected in (
             (many_squares([vectors], [factors], loops), (wide * factors).square().sum((1, 2))),
+            (many_squares([vectors], None, loops), wide.square().sum((1, 2))),
             (outer_squares(vectors, vectors, scale, loops), ((wide.mT @ wide) * scale).square().sum((1, 2))),
             (quadratic_forms(matrices, vectors, loops), (matrices * (wide @ wide.mT)).sum((1, 2))),
         ):
@@ -260,9 +272,9 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor, loops: ctypes.CDLL
     parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
 
     def measure(begin: int, end: int) -> None:
-        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND, dtype=torch.float32)
+        into, tile = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _ROWS_OF_TILES, dtype=torch.float32)
         pointers = (left.data_ptr(), right.data_ptr(), scale.data_ptr(), into.data_ptr())
-        loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, packed.data_ptr())
+        loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, tile.data_ptr())
 
     in_chunks(measure, rows, chunk=_ROWS_TOGETHER)
     return parts.sum(0)
@@ -287,20 +299,23 @@ def quadratic_forms(matrices: Tensor, factors: Tensor, loops: ctypes.CDLL | None
     return out
 
 
-def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor], loops: ctypes.CDLL | None = None) -> Tensor | None:
+def many_squares(
+    grads: Sequence[Tensor], scales: Sequence[Tensor] | None, loops: ctypes.CDLL | None = None
+) -> Tensor | None:
     """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, float64; float32 within a stretch of 4096 elements."""
     numel = sum(grad.numel() for grad in grads)
-    loops = loops or _loops_for([*grads, *scales], worth=numel >= WORTH_COMPILING_SQUARES)
+    loops = loops or _loops_for([*grads, *(scales or ())], worth=numel >= WORTH_COMPILING_SQUARES)
     if loops is None:
         return None
     examples = len(grads[0])
     parts = torch.empty(len(grads), examples, dtype=torch.float64)
 
-    def measure(grad: Tensor, scale: Tensor, into: Tensor) -> None:
-        vectors, factors = _by_rows(grad.reshape(examples, -1)), scale.reshape(-1).contiguous()
-        pointers = (vectors.data_ptr(), factors.data_ptr(), into.data_ptr())
-        loops.scaled_squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
+    def measure(grad: Tensor, scale: Tensor | None, into: Tensor) -> None:
+        vectors = _by_rows(grad.reshape(examples, -1))
+        factors = None if scale is None else scale.reshape(-1).contiguous()
+        pointers = (vectors.data_ptr(), None if factors is None else factors.data_ptr(), into.data_ptr())
+        loops.squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
 
-    jobs = [partial(measure, *given) for given in zip(grads, scales, parts, strict=True)]
-    in_threads(jobs[::-1])  # the last gradients may still be in a cache
+    given = zip(grads, [None] * len(grads) if scales is None else scales, parts, strict=True)
+    in_threads([partial(measure, *each) for each in given][::-1])  # the last gradients may still be in a cache
     return parts.sum(0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dpoptim.arguments import check_choice
-from dpoptim.kernels import choose
+from dpoptim.kernels import choose, elementwise_c
 from dpoptim.kernels.flat import flatten
 from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.kernels.threads import in_chunks_on
@@ -139,12 +139,16 @@ class NoiseStream(ABC):
 
     def add_to(self, sums: torch.Tensor, step: int, *, stddev: float, scale: Scale, divisor: float) -> None:
         """Compute sums ← (sums + stddev·row(step) / scale) / divisor in place; the scale has one entry per part."""
-        row = self.row(step)
-        if scale is None:
+        row, divided_by = self.row(step), None
+        if scale is not None:
+            tensors = [own.tensor() if isinstance(own, LazyInverseRoot) else own for own in scale]
+            divided_by = flatten(tensors, sums.dtype)
+        if elementwise_c.add_noise(sums, row, divided_by, stddev=stddev, divisor=divisor):
+            return
+        if divided_by is None:
             sums.add_(row, alpha=stddev)
         else:
-            tensors = [own.tensor() if isinstance(own, LazyInverseRoot) else own for own in scale]
-            sums.addcdiv_(row, flatten(tensors, sums.dtype), value=stddev)
+            sums.addcdiv_(row, divided_by, value=stddev)
         if divisor != 1:
             sums /= divisor
 

@@ -30,6 +30,7 @@ class ParameterBundle:
     transient: dict[str, Tensor]
     group: dict[str, Any]
     step: int
+    clip_factor: float = 1.0  # of an adaptive clip norm: what settings in units of the noise are multiplied by
 
     @property
     def dtype(self) -> torch.dtype:

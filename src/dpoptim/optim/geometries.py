@@ -50,7 +50,8 @@ class InverseRoot(Geometry):
     Args:
         exponent: p. 0 is post-processing with clip norm ζ/s for the constant s = ε/(1 + ε), which is ζ at ε = ∞.
             ¼ is the noise optimum of AdaClip, ⅓ is PAGAN, ½ is the paper.
-        eps_scale: ε_s1, in the unit of ν̂ᵖ. Where ν̂ᵖ is far below it the scale is 1; at math.inf it is 1 everywhere.
+        eps_scale: ε_s1, in the unit of ν̂ᵖ; it follows an adaptive clip norm.
+            Where ν̂ᵖ is far below it the scale is 1; at math.inf it is 1 everywhere.
         normalise: True keeps `clip_norm` in the units of a raw gradient norm and never overflows. False is the paper's
             s = 1/(ν̂ᵖ + ε). Both are the same algorithm, with clip norms ζ·ε and ζ.
         debias: Use ν̂ = ν/(1−β₂ᵗ), as in the paper, or ν itself.
@@ -81,8 +82,9 @@ class InverseRoot(Geometry):
         share, start = 1.0, self.start if bundle.step == 0 else 0.0
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
-        top = self.eps_scale if self.normalise else 1.0
-        return LazyInverseRoot(total, self.exponent, share**self.exponent / top, self.eps_scale / top, start)
+        eps = self.eps_scale * bundle.clip_factor ** (2 * self.exponent)
+        top = eps if self.normalise else 1.0
+        return LazyInverseRoot(total, self.exponent, share**self.exponent / top, eps / top, start)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,7 +277,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for index, parameters, state, transient in self._members:
             names, group = [self._names[parameter] for parameter in parameters], self.param_groups[index]
             parts = [own_part(parameter) for parameter in parameters]
-            bundle = ParameterBundle(names, parts, state, transient, group, self.mechanism.step)
+            mechanism = self.mechanism
+            bundle = ParameterBundle(names, parts, state, transient, group, mechanism.step, mechanism.clip_factor)
             yield bundle
             for key, vector in state.items():
                 if key in self.state[parameters[0]]:

@@ -6,8 +6,9 @@ and return θ_1, ..., θ_T stacked: [steps, coordinates].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -83,6 +84,23 @@ def clip(vectors: Tensor, clip_norm: float) -> Tensor:
     return vectors * (clip_norm / norms).clamp(max=1.0)
 
 
+def normalize(vectors: Tensor, clip_norm: float, *, stability: float) -> Tensor:
+    """Scale each row v to v·clip_norm/(‖v‖ + stability).
+
+    >>> normalize(torch.tensor([[3.0, 4.0]]), 1.0, stability=5.0)
+    tensor([[0.3000, 0.4000]])
+    """
+    return vectors * clip_norm / (vectors.norm(dim=1, keepdim=True) + stability)
+
+
+def clip_groups(vectors: Tensor, clip_norm: float, *, groups: Sequence[tuple[Tensor, float]]) -> Tensor:
+    """Clip groups of coordinates separately, each to its share of the clip norm."""
+    clipped = torch.empty_like(vectors)
+    for coordinates, share in groups:
+        clipped[:, coordinates] = clip(vectors[:, coordinates], share * clip_norm)
+    return clipped
+
+
 @dataclass(frozen=True)
 class Run:
     """What all optimizers are given: the start, the gradients, the noise, and how steps are clipped and averaged."""
@@ -94,11 +112,40 @@ class Run:
     clip_norm: float
     noise_stddev: float  # on the clipped SUM
     batch_size: float  # expected; every sum is divided by it
+    bound: Callable[[Tensor, float], Tensor] = clip
+
+    def factor(self, t: int) -> float:
+        """The clip norm of step t over `clip_norm`."""
+        return 1.0
 
     def privatize(self, theta: Tensor, t: int, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """The noisy average of the clipped (scaled) gradients of step t, and the clipped gradients [examples, ...]."""
-        clipped = clip(scale * self.gradients(theta, t), self.clip_norm)
+        clipped = self.bound(scale * self.gradients(theta, t), self.clip_norm)
         return (clipped.sum(0) + self.noise_stddev * self.noise[t]) / self.batch_size, clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveRun(Run):
+    """A run whose clip norm follows the noisy share of clipped examples; see `dpoptim.AdaptiveClipNorm`."""
+
+    count_noise: Tensor  # [steps], rows of C⁻¹z for the count
+    quantile: float
+    rate: float
+    count_weight: float  # a; noise_stddev includes √(1 + a²)
+    factors: list[float] = field(default_factory=lambda: [1.0])
+
+    def factor(self, t: int) -> float:
+        return self.factors[t]
+
+    def privatize(self, theta: Tensor, t: int, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        kappa, scaled = self.factors[t], scale * self.gradients(theta, t)
+        clip_norm = kappa * self.clip_norm
+        clipped, ratios = clip(scaled, clip_norm), scaled.norm(dim=1) / clip_norm
+        weight = self.count_weight * self.clip_norm
+        noisy_count = weight * float((10 * (ratios - 0.95)).clamp(0, 1).sum()) + self.noise_stddev * self.count_noise[t]
+        share = noisy_count / (weight * self.batch_size)
+        self.factors.append(kappa * math.exp(self.rate * (float(share) - (1 - self.quantile))))
+        return (clipped.sum(0) + kappa * self.noise_stddev * self.noise[t]) / self.batch_size, clipped
 
 
 def add_decay(rule: Rule | SGD, noisy_grad: Tensor, theta: Tensor) -> Tensor:
@@ -325,7 +372,8 @@ def scale_then_privatize(
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor | None]:
         previous = torch.full_like(theta, start) if t == 0 else nu_hat if debias else nu
-        s = scale_of(previous, exponent=exponent, eps_scale=eps_scale, normalised=normalised)
+        eps = eps_scale * run.factor(t) ** (2 * exponent)
+        s = scale_of(previous, exponent=exponent, eps_scale=eps, normalised=normalised)
         noisy_grad, clipped = run.privatize(theta, t, scale=s)
         return noisy_grad / s, (clipped.sum(0) / run.batch_size / s) ** 2 if noiseless else None
 

@@ -46,7 +46,8 @@ class NoiseCorrected(SecondMoment):
     """ν of g̃² minus the noise's known share b_t of it; denominator √max(ν̂ − b_t, eps²).
 
     b_t accumulates the variances φ·‖row i of C⁻¹‖² exactly as ν accumulates squares, so it is exact for every rule and
-    mechanism. The floor eps bounds the update. Without it, coordinates with an estimate near 0 or below would explode.
+    mechanism. The floor eps bounds the update: without it, coordinates with an estimate near 0 or below would explode.
+    It follows an adaptive clip norm.
     """
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
@@ -56,7 +57,8 @@ class NoiseCorrected(SecondMoment):
         total = bundle.state["noise_moment"]
         rule.accumulate(total, torch.tensor(released.noise_variance, dtype=torch.float64), bundle.group)
         bias = float(rule.estimate(total, bundle.group, bundle.step))
-        return (nu_hat - bias).clamp_(min=bundle.group["eps"] ** 2).sqrt_()
+        floor = bundle.group["eps"] * released.clip_factor
+        return (nu_hat - bias).clamp_(min=floor**2).sqrt_()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dpoptim.privacy.accounting import (
     rdp_epsilon,
 )
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.clipping_rules import AdaptiveClipNorm, FixedClipNorm, GroupClipNorms, NormalizedGradients
 from dpoptim.privacy.column_counts import ColumnCounts
 from dpoptim.privacy.composition import EpsilonSpent, calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.plan import PrivacyPlan
@@ -31,16 +32,20 @@ from dpoptim.privacy.statement import privacy_statement
 from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 
 __all__ = [
+    "AdaptiveClipNorm",
     "Adjacency",
     "ColumnCounts",
     "CyclicPoisson",
     "EpsilonSpent",
+    "FixedClipNorm",
     "GaussianRun",
     "Gradient",
+    "GroupClipNorms",
     "IndependentMoments",
     "JointMoments",
     "NoiseStddevs",
     "NoiselessSquare",
+    "NormalizedGradients",
     "Outlook",
     "Poisson",
     "PoissonRun",

@@ -14,16 +14,23 @@ import dpoptim.noise
 from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, check_whole, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, PrefixSums, Strategy, StrategySpec
 from dpoptim.outlook import Outlook
-from dpoptim.privacy import accounting, calibration, column_counts, release_types, sampling
+from dpoptim.privacy import accounting, calibration, clipping_rules, column_counts, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.clipping_rules import AdaptiveClipNorm, FixedClipNorm
 from dpoptim.privacy.column_counts import ColumnCounts
 from dpoptim.privacy.composition import epsilon_of_runs
 from dpoptim.privacy.release_types import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
-_IF_OMITTED = {"counts": None, "allow_mixing": None, "unit": "example", "records_per_user": None}
+_IF_OMITTED: dict[str, Any] = {
+    "counts": None,
+    "allow_mixing": None,
+    "unit": "example",
+    "records_per_user": None,
+    "clipping": {"kind": "FixedClipNorm"},
+}
 """Fields that the plans of most runs do not mention when they are saved."""
 
 
@@ -40,6 +47,8 @@ class PrivacyPlan:
         batch_size: The expected batch size, in examples or users.
         steps: The number of steps.
         clip_norm: The bound on the norm of one example's gradient. inf is for debugging with noise_multiplier=0.
+        clipping: How gradients are bounded by `clip_norm`: `FixedClipNorm()`, `AdaptiveClipNorm()`,
+            `NormalizedGradients()` or `GroupClipNorms(...)`.
         sampling: How batches are drawn. `Shuffled()` needs no secrecy and does not amplify. `Poisson()` needs much
             less noise for the same ε, while batches and key are secret. `CyclicPoisson(bands=...)` does the same for
             correlated noise with at most that many bands.
@@ -78,6 +87,7 @@ class PrivacyPlan:
     allow_mixing: str | None = None  # the reason for letting examples mix, which the guarantee does not cover
     unit: str = "example"
     records_per_user: int | None = None
+    clipping: FixedClipNorm = field(default_factory=FixedClipNorm)
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
@@ -88,7 +98,7 @@ class PrivacyPlan:
         check_clip_norm(self.clip_norm)
         if self.noise_multiplier is not None:
             check_number("noise_multiplier", self.noise_multiplier, low=0.0)
-        if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
+        if math.isinf(self.clip_norm) and (self.noise_multiplier != 0 or self.clipping != FixedClipNorm()):
             raise ValueError("clip_norm=inf bounds nothing. Use a finite clip_norm, or noise_multiplier=0 to debug.")
         check_delta(self.delta, None if self.noise_multiplier == 0 else self.num_examples, optional=True)
         if self.allow_mixing is not None and not (isinstance(self.allow_mixing, str) and self.allow_mixing.strip()):
@@ -108,11 +118,15 @@ class PrivacyPlan:
             raise ValueError(f"Expected sampling Shuffled(), Poisson() or CyclicPoisson(), got {self.sampling!r}.")
         if not isinstance(self.release, Release):
             raise ValueError(f"Expected a release such as Gradient(), got release={self.release!r}.")
+        if type(self.clipping) not in clipping_rules.RULES:
+            raise ValueError(f"Expected clipping such as AdaptiveClipNorm(), got clipping={self.clipping!r}.")
         release_types.check_noise("noise", self.noise)
         self._refuse_unproved()
 
     def _refuse_unproved(self) -> None:
         release_types.check_supported(self.release, self.sampling)
+        if isinstance(self.clipping, AdaptiveClipNorm) and not isinstance(self.release, Gradient):
+            raise ValueError(f"clipping={self.clipping!r} with {self.release!r} has no proof. Use release=Gradient().")
         if self.adjacency is Adjacency.ADD_REMOVE:
             if isinstance(self.sampling, (Shuffled, CyclicPoisson)):
                 raise ValueError(
@@ -288,7 +302,8 @@ class PrivacyPlan:
     def noise_stddevs(self) -> NoiseStddevs:
         """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
         multiplier = self._known_multiplier()
-        return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
+        stddevs = release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
+        return stddevs._replace(gradient_sum=stddevs.gradient_sum * self.clipping.noise_factor)
 
     def outlook(self, *, parameters: int) -> Outlook:
         """Return whether this noise leaves a signal to train `parameters` parameters; uses no data.
@@ -324,7 +339,13 @@ class PrivacyPlan:
         if unknown := set(values) - known:
             raise ValueError(f"Unknown fields {sorted(unknown)}. A plan has {sorted(known)}.")
         fields = dict(values)
-        modules = {"sampling": sampling, "noise": dpoptim.noise, "release": release_types, "counts": column_counts}
+        modules = {
+            "sampling": sampling,
+            "noise": dpoptim.noise,
+            "release": release_types,
+            "counts": column_counts,
+            "clipping": clipping_rules,
+        }
         for name in modules.keys() & fields:
             fields[name] = _from_plain(name, fields[name], modules[name])
         if "adjacency" in fields:

@@ -143,7 +143,7 @@ def _participation(plan: PrivacyPlan) -> str:
 
 
 def _released(plan: PrivacyPlan) -> str:
-    text = f"{plan.release.describe()}, each clipped to norm {plan.clip_norm:g}"
+    text = f"{plan.release.describe()}, each {plan.clipping.describe(plan.clip_norm)}"
     if plan.unit == "user":
         text += " (a user's gradient is the mean over the user's records in the step, at most "
         text += f"{plan.records_per_user}, drawn at random)"

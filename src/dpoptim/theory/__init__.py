@@ -32,7 +32,6 @@ from dpoptim.theory.stability_window import (
     mean_field,
     predict,
     scale_window,
-    second_moment_ratios,
     steady_second_moment,
 )
 from dpoptim.theory.update_noise import (
@@ -88,7 +87,6 @@ __all__ = [
     "scaled_noise_stddev",
     "second_moment_bias",
     "second_moment_mean",
-    "second_moment_ratios",
     "second_moment_variance",
     "smallest_batch_bias_correction",
     "smallest_batch_ime",

@@ -194,41 +194,6 @@ def mean_field(
     return path
 
 
-def second_moment_ratios(
-    *,
-    step: int,
-    clip_norm: float,
-    noise_multiplier: float,
-    batch_size: float,
-    beta2: float = 0.999,
-    deviations: float = 3.0,
-) -> tuple[float, float]:
-    """Compute the smallest and largest possible ν̂_t/ν̂_{t−1} of scale-then-privatize, for any gradients, ε_s1 = 0.
-
-        a_t ≤ ν̂_t/ν̂_{t−1} ≤ a_t + w_t·ζ²·(1 + σ|z|/B)²,   a_t = (β₂−β₂ᵗ)/(1−β₂ᵗ),   w_t = (1−β₂)/(1−β₂ᵗ)
-
-    The lower end is attained where g̃_t = 0. The upper end has the whole clipped gradient in one coordinate. Where it is
-    spread over m coordinates, ζ² is in effect (1 + √φ|z|)², and both ends are near 1 from about 1/(1−β₂) steps on. The
-    other arguments are those of `feedback`.
-
-    Args:
-        step: t, at least 2.
-        beta2: Adam's second-moment decay.
-        deviations: |z|, the noise in standard deviations; with correlated noise, times the row norm.
-
-    >>> given = dict(clip_norm=40.0, noise_multiplier=1.0, batch_size=100)
-    >>> [round(end, 4) for end in second_moment_ratios(step=2000, **given)]
-    [0.9988, 2.9617]
-    """
-    check(step=step, beta2=beta2)
-    check_number("step", step, low=2)
-    check_number("deviations", deviations, low=0)
-    phi = feedback(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
-    past = beta2**step
-    low = (beta2 - past) / (1 - past)
-    return low, low + (1 - beta2) / (1 - past) * (clip_norm + math.sqrt(phi) * deviations) ** 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScaleWindow:
     """The window (low, high] of eps_scale at one clip norm, and which values to try.

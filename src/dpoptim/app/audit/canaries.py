@@ -30,7 +30,14 @@ from dpoptim.data import private_loader
 from dpoptim.data.processes import check_alone
 from dpoptim.noise import NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
+from dpoptim.privacy import (
+    Adjacency,
+    CyclicPoisson,
+    FixedClipNorm,
+    GroupClipNorms,
+    IndependentMoments,
+    PrivacyPlan,
+)
 
 _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
@@ -63,6 +70,8 @@ def play(
     """Train on canaries and blanks, one per example or user; the seed determines coins, batches and noise."""
     check_alone("dpoptim audit")
     steps = plan.steps if steps is None else steps
+    if isinstance(plan.clipping, GroupClipNorms):  # whose groups are of a different model
+        plan = plan.replace(clipping=FixedClipNorm())
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
     owner, users = np.arange(plan.num_examples), None  # of each record
@@ -101,7 +110,8 @@ def play(
     square = np.zeros((steps, canaries)) if plan.noise_stddevs().square else None
 
     def observe(released: Released) -> None:
-        seen = _along_canaries(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / plan.clip_norm)
+        clip_norm = plan.clip_norm * released.clip_factor
+        seen = _along_canaries(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / clip_norm)
         if not np.isfinite(seen).all():
             raise ValueError(f"the audit diverged at step {released.step + 1}; use a different plan or variant")
         gradient[released.step] = seen

@@ -30,7 +30,7 @@ from dpoptim.app.audit.statistics import (
 )
 from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
-from dpoptim.privacy import Gradient, PrivacyPlan
+from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan
 from dpoptim.privacy.accounting import GaussianRun
 from dpoptim.privacy.statement import format_epsilon
 
@@ -149,6 +149,8 @@ def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -
         found += f", {as_gaussian:.3f} if the noise is Gaussian"
     if not isinstance(plan.release, Gradient):
         found += " (the gradient only: its square is not attacked)"
+    if isinstance(plan.clipping, AdaptiveClipNorm | GroupClipNorms):
+        found += " (of the whole gradient: its groups, or the count of clipped examples, are not attacked)"
     if plan.counts is not None:
         found += " (in training only: the counts of columns are not attacked)"
     passed = max(guessed, as_gaussian or 0.0) <= claim

@@ -14,7 +14,7 @@ from dpoptim.app.audit.checks import Check
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import log_lines, parsed, plan_and_epsilon
-from dpoptim.integrations.named_settings import noise_of, sampling_of
+from dpoptim.integrations.named_settings import CLIPPING, noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.statement import format_epsilon
@@ -64,7 +64,7 @@ def _second_opinion(plan: PrivacyPlan) -> _Answer:
 
 def _recipe(recipe: Recipe, plan: PrivacyPlan) -> _Answer:
     asked = {name: getattr(recipe, name) for name in ("num_examples", "batch_size", "steps", "delta", "clip_norm")}
-    asked["adjacency"] = Adjacency(recipe.adjacency)
+    asked |= {"adjacency": Adjacency(recipe.adjacency), "clipping": CLIPPING[recipe.clipping]}
     if recipe.noise != "auto":
         asked["noise"] = noise_of(recipe.noise)
     if recipe.sampling != "auto":

@@ -1,7 +1,7 @@
 """Print the columns of a table as a recipe to fill in.
 
-It reads the header only, never a value. Fill in each column from what is publicly known, and pass the file to
-`dpoptim train`. The declarations decide how numbers are scaled and which categories have their own slot.
+It shows no value. Fill in each column from what is publicly known, and pass the file to `dpoptim train`. The
+declarations decide how numbers are scaled and which categories have their own slot.
 
 examples:
   dpoptim columns patients.csv --label-column outcome > recipe.toml
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the template."""
-    from dpoptim.app.data.readers import read_header
+    from dpoptim.app.data.records import RecordKind, read_columns
     from dpoptim.app.recipes.columns import template
 
-    names = read_header(Path(options.data).expanduser())
+    names = list(read_columns(options.data, kind=RecordKind.TABULAR)[0])
     label = options.label_column
     if label is not None and label not in names:
         raise ValueError(f"--label-column {label} is not a column; the columns are {', '.join(names)}")

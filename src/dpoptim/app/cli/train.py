@@ -119,7 +119,7 @@ def _dry_run(recipe: Recipe, options: argparse.Namespace, progress: ProgressRepo
     from dpoptim.app.runs.estimate import estimate
 
     with progress:
-        setup = prepare_run(recipe, looks=False, stage=progress.stage)
+        setup = prepare_run(recipe, estimate_columns=False, stage=progress.stage)
         progress.stage("timing a step on random examples")
         found = estimate(setup)
     for line in setup.messages:

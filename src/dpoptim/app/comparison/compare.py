@@ -222,7 +222,9 @@ def run_recipe(base: Recipe, variant: str, setting: Setting, seed: int) -> Recip
     recipe = with_setting(base, variant, setting).replace(seed=seed)
     if variant != NON_PRIVATE:
         return recipe
-    return recipe.replace(epsilon=None, noise_multiplier=0.0, noise="independent", clip_norm=_NO_CLIPPING)
+    return recipe.replace(
+        epsilon=None, noise_multiplier=0.0, noise="independent", clipping="fixed", clip_norm=_NO_CLIPPING
+    )
 
 
 def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting) -> Recipe:

@@ -8,16 +8,22 @@ of single records in `_octave` and `_bin`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.app.data.readers import Columns, Locate
+from dpoptim.app.data.records import RecordKind, held_out_places, read_columns
 from dpoptim.app.data.tables import is_missing, numbers, text_of
 from dpoptim.app.recipes.columns import ESTIMATE_CATEGORIES, ESTIMATE_RANGE, ESTIMATES
+from dpoptim.app.recipes.defaults import label_of, validation_fraction
+from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.arguments import default_delta
 from dpoptim.data.noisy_counts import NoisyCounter
+from dpoptim.data.processes import Processes
+from dpoptim.integrations.losses import Task
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, ColumnCounts
 
@@ -30,18 +36,51 @@ def open_columns(declared: Mapping[str, Any]) -> list[str]:
     return [name for name, value in declared.items() if isinstance(value, str) and value in ESTIMATES]
 
 
-def counts_for(declared: Mapping[str, Any], *, epsilon: float, delta: float, adjacency: Adjacency) -> ColumnCounts:
-    """The noise at which the estimates alone cost ε, and a tenth of δ."""
-    releases = 2 if ESTIMATE_RANGE in declared.values() else 1
-    columns = len(open_columns(declared))
-    size = {"columns": columns, "releases": releases}
-    return ColumnCounts.calibrate(epsilon=epsilon, delta=delta / 10, adjacency=adjacency, **size)
+def with_estimates(
+    recipe: Recipe, task: Task, *, estimate_columns: bool, stage: Callable[[str], None]
+) -> tuple[Recipe, ColumnCounts | None, list[str]]:
+    """The recipe with every column declared, the noisy counts that this cost, and notes.
 
-
-def without_looking(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The declarations with placeholders for what a run would estimate, for a dry run."""
-    stand_in = {ESTIMATE_RANGE: {"center": 0.0, "scale": 1.0}, ESTIMATE_CATEGORIES: ["?"]}
-    return {name: stand_in[value] if name in open_columns(declared) else value for name, value in declared.items()}
+    Without `estimate_columns`, no record is counted and open columns have placeholders.
+    """
+    declared = recipe.columns or {}
+    reused = [name for name, value in declared.items() if isinstance(value, Mapping) and value.get("estimated")]
+    notes = [f"{', '.join(reused)}: estimated by an earlier run, whose epsilon adds to this one's"] if reused else []
+    names = open_columns(declared)
+    if not names or not task.is_tabular:
+        return recipe, None, notes
+    if recipe.user_column is not None:
+        raise ValueError(f"columns.{names[0]} cannot be estimated for users, only for records; declare it")
+    if (label := label_of(recipe)) in names and declared[label] == ESTIMATE_CATEGORIES:
+        raise ValueError(f"columns.{label} is the label, whose classes cannot be estimated; declare them")
+    columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
+    for name in names:
+        if name not in columns:
+            raise ValueError(f"columns.{name} is not a column of {recipe.data}; the columns are {', '.join(columns)}")
+    everyone = len(columns[names[0]])
+    places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
+    epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
+    if not epsilon:
+        raise ValueError("columns_epsilon is missing; without epsilon, set it to what the estimates may cost")
+    if recipe.epsilon is not None and epsilon >= recipe.epsilon:
+        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be below epsilon={recipe.epsilon}")
+    counts = ColumnCounts.calibrate(
+        columns=len(names),
+        releases=2 if ESTIMATE_RANGE in declared.values() else 1,
+        epsilon=epsilon,
+        delta=(recipe.delta or default_delta(recipe.num_examples or len(places))) / 10,
+        adjacency=Adjacency(recipe.adjacency),
+    )
+    if not estimate_columns:
+        placeholders = {ESTIMATE_RANGE: {"center": 0.0, "scale": 1.0}, ESTIMATE_CATEGORIES: ["?"]}
+        closed = {name: placeholders[value] if name in names else value for name, value in declared.items()}
+        note = f"a dry run does not estimate {', '.join(names)}; sizes assume one category each"
+        return recipe.replace(columns=closed), counts, [*notes, note]
+    stage("estimating columns")
+    key, _ = Processes.current().shared_run("estimates of columns", None, None)  # used here only, and forgotten
+    own = {name: [columns[name][place] for place in places.tolist()] for name in names}
+    found = estimated(own, declared, counts, key, lambda index: locate(int(places[index])))
+    return recipe.replace(columns=found), counts, notes
 
 
 def estimated(

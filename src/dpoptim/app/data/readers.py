@@ -88,29 +88,6 @@ def read_text(path: Path, newline: str | None = None) -> str:
         raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
 
 
-def read_header(path: Path) -> list[str]:
-    """The names of a table's columns, without its values; a .jsonl file is read up to the end of its first record."""
-    suffix = path.suffix.lower()
-    if not path.is_file() or suffix not in TABLE_SUFFIXES:
-        raise ValueError(f"data {str(path)!r} is not a table; give a file that ends in {', '.join(TABLE_SUFFIXES)}")
-    if suffix == ".parquet":
-        return list(require("pyarrow.parquet", f"reading {path.name}").read_schema(path).names)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        if suffix == ".jsonl":
-            first = next((line for line in file if line.strip()), "")
-            found = None
-            with contextlib.suppress(json.JSONDecodeError):
-                found = json.loads(first)
-            if not isinstance(found, dict):
-                raise ValueError(f"data {str(path)!r} does not begin with a JSON object")
-            return list(found)
-        return next(csv.reader(file, delimiter=_delimiter(path)), [])
-
-
-def _delimiter(path: Path) -> str:
-    return "\t" if path.suffix.lower() == ".tsv" else ","
-
-
 def load_saved_dataset(folder: Path, split: str) -> Columns:
     """The columns of the `datasets.Dataset` in a folder, or of the part `split` of a `DatasetDict`."""
     datasets = require("datasets", f"reading the saved dataset {folder}")
@@ -184,7 +161,7 @@ def _read_jsonl(path: Path) -> Columns:
 
 
 def _read_csv(path: Path) -> Columns:
-    delimiter = _delimiter(path)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 131,072 characters
     file = io.StringIO(read_text(path, newline=""), newline="")
     try:

@@ -187,6 +187,12 @@ def read_columns(source: str | Path, *, split: str = "train", kind: RecordKind |
     return columns, locate
 
 
+def held_out_places(count: int, fraction: float) -> NDArray[np.int64]:
+    """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records."""
+    every = max(2, round(1 / fraction)) if fraction else count + 1
+    return np.arange(every - 1, count, every, dtype=np.int64)
+
+
 def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:
     texts = readers.files_below(folder, (".txt",)) if kind is not RecordKind.IMAGE else []
     pictures = readers.files_below(folder, readers.IMAGE_SUFFIXES) if kind is not RecordKind.TEXT else []

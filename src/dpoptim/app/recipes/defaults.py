@@ -58,7 +58,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     defaults: dict[str, Any] = {
         "validation_fraction": validation_fraction(recipe),
         "delta": default_delta(num_examples),
-        "clip_norm": tables.CLIP_NORMS.get(recipe.model, CLIP_NORM),
+        "clip_norm": 1.0 if recipe.clipping == "adaptive" else tables.CLIP_NORMS.get(recipe.model, CLIP_NORM),
         "learning_rate": default_learning_rate(recipe),
         "batch_size": batch_size,
         "steps": steps,
@@ -80,6 +80,11 @@ def validation_fraction(recipe: Recipe) -> float:
         return recipe.validation_fraction
     is_none = recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value
     return 0.0 if is_none else VALIDATION_FRACTION
+
+
+def label_of(recipe: Recipe) -> str | None:
+    """The label's column: the recipe's, or "label" or "labels" if it is declared."""
+    return recipe.label_column or next((name for name in ("label", "labels") if name in (recipe.columns or {})), None)
 
 
 def default_learning_rate(recipe: Recipe) -> float:
@@ -121,7 +126,7 @@ def plan_of(
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
     values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
     values |= {"counts": counts, "delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
-    values["records_per_user"] = recipe.records_per_user
+    values |= recipe.part("records_per_user", "clipping")
     return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 

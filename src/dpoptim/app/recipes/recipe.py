@@ -32,6 +32,7 @@ TASKS = (
     "tabular-regression",
 )  # fmt: skip
 ADJACENCIES = ("zero-out", "add-remove", "replace")
+CLIPPING = ("fixed", "adaptive", "normalized")
 TARGETS = ("none", "tensorboard", "wandb")
 TABULAR_MODELS = ("mlp", "linear")
 BUILT_IN = (*TABULAR_MODELS, "small-cnn")
@@ -182,6 +183,9 @@ class Recipe:
         "banded-inverse:BANDS, buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
+    clipping: str = _setting("fixed", _one_of(*CLIPPING), PRIVACY,
+        "default: fixed, at --clip-norm; adaptive follows the median norm from there, for a part of the budget; "
+        "normalized divides each gradient by its norm")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
     columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
@@ -189,8 +193,8 @@ class Recipe:
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 1e-2 for small-cnn; 1 for dp_sgd (0.1 on tables); "
-        "a quarter for texts and 0.03 for mlp with independent noise or secret batches")
+        "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 1e-2 for small-cnn; 1 for dp_sgd (0.1 on "
+        "tables); a quarter for texts and 0.03 for mlp with independent noise or secret batches")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER,

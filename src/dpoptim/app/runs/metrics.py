@@ -18,6 +18,7 @@ from dpoptim.clipping import Released
 from dpoptim.data.lengths import cut_by_length
 from dpoptim.integrations.released_norms import norm_of, released_norms
 from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
+from dpoptim.privacy import AdaptiveClipNorm
 from dpoptim.theory import second_moment_bias
 from dpoptim.validation.temporary_changes import in_eval_mode
 
@@ -135,7 +136,7 @@ class Diagnostics:
             "gradient_norm": gradient,  # ‖g̃‖
             "noise_norm": noise,  # √(φ·Σ 1/s²), the expected norm of the noise alone
             "signal_norm": signal,  # an estimate of the norm without noise
-            "signal_over_clip": signal / self._optimizer.plan.clip_norm,
+            "signal_over_clip": signal / (self._optimizer.plan.clip_norm * released.clip_factor),
             "noise_to_signal": noise / signal if signal > 0 else None,
             "scale_quantiles": None if scale is None else _quantiles(scale.values(), self._numel),
         }
@@ -144,6 +145,8 @@ class Diagnostics:
         """The share of second moments below the noise's part; None if gradients are scaled."""
         optimizer = self._optimizer
         if not isinstance(optimizer.rule, Adam) or optimizer.mechanism.scale is not None:
+            return None
+        if isinstance(optimizer.plan.clipping, AdaptiveClipNorm):  # the noise follows the clip norm
             return None
         bias = 0.0
         if isinstance(optimizer.second_moment, OfNoisyGradient | NoiseCorrected):

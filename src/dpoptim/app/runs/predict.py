@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 
 from dpoptim.app.data.records import RecordKind, read_columns
 from dpoptim.app.data.tables import encode_table, unscaled
-from dpoptim.app.recipes.columns import Number, column_of
+from dpoptim.app.recipes.columns import ALL_OTHERS, Number, chosen_columns, column_of
+from dpoptim.app.recipes.defaults import label_of
 from dpoptim.app.recipes.recipe import read_recipe
 from dpoptim.app.runs.run import load_trained
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.setup import label_of
 from dpoptim.integrations.losses import Task
 
 _ROWS_AT_ONCE = 65_536
@@ -59,15 +58,9 @@ def predict(directory: str | Path, data: str | Path) -> Predictions:
     if not task.is_tabular:
         raise ValueError(f"{place.path} is a run of {recipe.task}, and predict reads tables; use load_trained instead")
     columns, locate = read_columns(data, kind=RecordKind.TABULAR)
-    declared, label = dict(recipe.columns or {}), str(label_of(recipe))
-    dropped = recipe.drop or ()
-    wanted = [name for name in declared if name != label and name not in dropped]
-    missing = [name for name in wanted if name not in columns]
-    if missing:
-        near = get_close_matches(missing[0], columns, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(columns)}"
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"data {str(data)!r} lacks the column {missing[0]!r}{more} of {place.path}; {hint}")
+    declared, label = recipe.columns or {}, str(label_of(recipe))
+    used = {name: part for name, part in declared.items() if name != label and name not in (recipe.drop or ())}
+    wanted = chosen_columns(list(columns), used, [ALL_OTHERS], str(data))
     features, _ = encode_table(columns, declared, wanted, locate)
     with torch.no_grad():
         outputs = torch.cat([model(part) for part in torch.from_numpy(features).split(_ROWS_AT_ONCE)]).float()

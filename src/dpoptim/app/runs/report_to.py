@@ -14,7 +14,7 @@ from typing import Any
 
 from dpoptim.app.files import write_text
 from dpoptim.app.progress import LEAST_STEPS
-from dpoptim.app.runs.run_log import Copy, parsed
+from dpoptim.app.runs.run_log import LogCopy, parsed
 from dpoptim.integrations.optional import first_line, require
 
 _DESCRIPTION = (
@@ -23,19 +23,9 @@ _DESCRIPTION = (
 )  # fmt: skip
 
 
-def copies_of(targets: tuple[str, ...], run: Path) -> list[Copy]:
+def copies_of(targets: tuple[str, ...], run: Path) -> list[LogCopy]:
     """Open a copy of a run's log for each target: "tensorboard" or "wandb"."""
-    makers: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WeightsAndBiases,
-    }
-    return [makers[target](run) for target in targets]
-
-
-def check_installed(targets: tuple[str, ...]) -> None:
-    """Raise a ValueError with the command that installs what a target needs."""
-    for target in targets:
-        require(target, f"report_to={target!r}")
+    return [TensorBoard(run) if target == "tensorboard" else WeightsAndBiases(run) for target in targets]
 
 
 def private_numbers(entry: dict[str, Any]) -> dict[str, float]:

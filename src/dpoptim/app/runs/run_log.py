@@ -25,7 +25,7 @@ Series = list[tuple[int, float]]
 _LOG = "log.jsonl"
 
 
-class Copy(Protocol):
+class LogCopy(Protocol):
     """Receives the entries of a log, and first those that a resumed run has kept."""
 
     def write(self, entry: dict[str, Any]) -> None: ...
@@ -34,7 +34,7 @@ class Copy(Protocol):
 class RunLog:
     """Appends entries to a log, one JSON object per line, and to copies of it."""
 
-    def __init__(self, path: Path, *, copies: Sequence[Copy] = ()) -> None:
+    def __init__(self, path: Path, *, copies: Sequence[LogCopy] = ()) -> None:
         self._path, self._copies = path, copies
         for entry in read_log(path) if copies else ():
             if entry["kind"] not in ("start", "end"):  # of earlier sessions

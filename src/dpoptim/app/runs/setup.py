@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpoptim.app.data.estimates import counts_for, estimated, open_columns, without_looking
-from dpoptim.app.data.records import RecordKind, Records, read_columns, read_records
+from dpoptim.app.data.estimates import with_estimates
+from dpoptim.app.data.records import RecordKind, Records, held_out_places, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
-from dpoptim.app.recipes.columns import ESTIMATE_CATEGORIES, ESTIMATE_RANGE, Number, column_of
-from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
+from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
+from dpoptim.app.recipes.defaults import (
+    chosen_device,
+    label_of,
+    optimizer_of,
+    plan_of,
+    validation_fraction,
+    with_defaults,
+)
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs.report_to import check_installed
-from dpoptim.arguments import default_delta
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
-from dpoptim.data.processes import Processes
 from dpoptim.data.users import UserRecords
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.optional import first_line, require
 from dpoptim.kernels.freed_memory import keep_freed_memory
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, ColumnCounts, PrivacyPlan
@@ -78,7 +82,7 @@ def prepare_run(
     recipe: Recipe,
     *,
     plan: PrivacyPlan | None = None,
-    looks: bool = True,
+    estimate_columns: bool = True,
     stage: Callable[[str], None] = lambda text: None,
 ) -> RunSetup:
     """Read the data, hold some out, load the model, make the plan, and test model and optimizer on random examples.
@@ -86,8 +90,8 @@ def prepare_run(
     Args:
         recipe: The settings; what it leaves open is filled in.
         plan: The plan of a run to resume. Defaults to a new one.
-        looks: Whether to estimate the columns that the recipe leaves open. A dry run does not: their noisy counts are
-            a release, which belongs to a run.
+        estimate_columns: Whether to estimate the columns that the recipe leaves open. A dry run does not: their noisy
+            counts are a release, which belongs to a run.
         stage: Called with a short text when a stage begins.
 
     Raises:
@@ -97,14 +101,15 @@ def prepare_run(
     device = chosen_device(recipe.device)
     if device.type == "cpu":
         keep_freed_memory()
-    check_installed(recipe.report_to)
+    for target in recipe.report_to:
+        require(target, f"report_to={target!r}")
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = task_of(recipe)
     counts: ColumnCounts | None = None
     notes: list[str] = []
     if plan is None:
-        recipe, counts, notes = _with_estimates(recipe, task, looks=looks, stage=stage)
+        recipe, counts, notes = with_estimates(recipe, task, estimate_columns=estimate_columns, stage=stage)
     training, held_out = records_of(recipe, task)
     if held_out is None:
         notes.append("no records are held out, so there will be no scores; give validation_data (--validation-data)")
@@ -136,12 +141,6 @@ def prepare_run(
     setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan, notes=notes)
     stage("trying the model on random examples")
     return dataclasses.replace(setup, plan=_tried(setup))
-
-
-def held_out_places(count: int, fraction: float) -> np.ndarray:
-    """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records."""
-    every = max(2, round(1 / fraction)) if fraction else count + 1
-    return np.arange(every - 1, count, every, dtype=np.int64)
 
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
@@ -178,43 +177,6 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
 
 
-def _with_estimates(
-    recipe: Recipe, task: Task, *, looks: bool, stage: Callable[[str], None]
-) -> tuple[Recipe, ColumnCounts | None, list[str]]:
-    """The recipe with every column declared, the noisy counts that this cost, and notes."""
-    declared = recipe.columns or {}
-    reused = [name for name, value in declared.items() if isinstance(value, Mapping) and value.get("estimated")]
-    notes = [f"{', '.join(reused)}: estimated by an earlier run, whose epsilon adds to this one's"] if reused else []
-    names = open_columns(declared)
-    if not names or not task.is_tabular:
-        return recipe, None, notes
-    if recipe.user_column is not None:
-        raise ValueError(f"columns.{names[0]} cannot be estimated for users, only for records; declare it")
-    if (label := label_of(recipe)) in names and column_of(label, declared[label]) == ESTIMATE_CATEGORIES:
-        raise ValueError(f"columns.{label} is the label, whose classes cannot be estimated; declare them")
-    columns, locate = read_columns(recipe.data, split=recipe.split, kind=RecordKind.TABULAR)
-    for name in names:
-        if name not in columns:
-            raise ValueError(f"columns.{name} is not a column of {recipe.data}; the columns are {', '.join(columns)}")
-    everyone = len(columns[names[0]])
-    places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
-    epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
-    if not epsilon or (recipe.epsilon is not None and epsilon >= recipe.epsilon):
-        if recipe.epsilon is None:
-            raise ValueError("columns_epsilon is missing; without epsilon, set it to what the estimates may cost")
-        raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be below epsilon={recipe.epsilon}")
-    delta = recipe.delta or default_delta(recipe.num_examples or len(places))
-    counts = counts_for(declared, epsilon=epsilon, delta=delta, adjacency=Adjacency(recipe.adjacency))
-    if not looks:
-        note = f"a dry run does not estimate {', '.join(names)}; sizes assume one category each"
-        return recipe.replace(columns=without_looking(declared)), counts, [*notes, note]
-    stage("estimating columns")
-    key, _ = Processes.current().shared_run("estimates of columns", None, None)  # used here only, and forgotten
-    own = {name: [columns[name][place] for place in places.tolist()] for name in names}
-    found = estimated(own, declared, counts, key, lambda index: locate(int(places[index])))
-    return recipe.replace(columns=found), counts, notes
-
-
 def task_of(recipe: Recipe) -> Task:
     """The task of a recipe: its own, or that of its model; a label that is declared as a number means regression."""
     if recipe.task is not None:
@@ -224,11 +186,6 @@ def task_of(recipe: Recipe) -> Task:
         column = column_of(label, declared[label])
         return Task.TABULAR_REGRESSION if isinstance(column, Number) or column == ESTIMATE_RANGE else task
     return task
-
-
-def label_of(recipe: Recipe) -> str | None:
-    """The label's column: the recipe's, or "label" or "labels" if it is declared."""
-    return recipe.label_column or next((name for name in ("label", "labels") if name in (recipe.columns or {})), None)
 
 
 def _tried(setup: RunSetup) -> PrivacyPlan:

@@ -10,6 +10,7 @@ from torch import nn
 from dpoptim.arguments import check_at_most, check_choice, check_delta, default_delta
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
+    CLIPPING,
     VARIANTS,
     make_optimizer,
     make_plan,
@@ -43,6 +44,7 @@ class PrivacyArguments:
         delta: The δ of (ε, δ). Defaults to a power of ten of at most 1/(10·examples).
         noise_multiplier: The standard deviation of the noise on the clipped sum, over `clip_norm`.
         clip_norm: The bound on the gradient of one example. Defaults to max_grad_norm if that was changed.
+        clipping: fixed, adaptive (the bound follows the median norm, for a part of the budget) or normalized.
         sampling: shuffled, auto, poisson, cyclic or cyclic:GROUPS.
         noise: auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS and others.
         adjacency: zero_out, add_remove or replace.
@@ -66,6 +68,7 @@ class PrivacyArguments:
     delta: float | None = _option(None, "The δ of (ε, δ); defaults to a power of ten of at most 1/(10·examples).")
     noise_multiplier: float | None = _option(None, "Noise on the clipped sum, over clip_norm; instead of epsilon.")
     clip_norm: float | None = _option(None, "Bound on ONE example's gradient; defaults to max_grad_norm if changed.")
+    clipping: str = _option("fixed", f"How gradients are bounded: {', '.join(CLIPPING)}.")
     sampling: str = _option("shuffled", "shuffled, auto, poisson, cyclic or cyclic:GROUPS.")
     noise: str = _option("auto", "auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
@@ -83,6 +86,7 @@ class PrivacyArguments:
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, VARIANTS)
         check_choice("adjacency", self.adjacency, [kind.value for kind in Adjacency])
+        check_choice("clipping", self.clipping, tuple(CLIPPING))
 
 
 def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.Module) -> PrivacyPlan:
@@ -118,6 +122,7 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         batch_size=batch_size,
         steps=args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, size, batch_size),
         clip_norm=clip_norm,
+        clipping=privacy.clipping,
         sampling=privacy.sampling,
         noise=privacy.noise,
         release=release_of(privacy.variant),
