@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """The parser of `python -m experiments`."""
-    listed = "".join(f"  {name:<10} {text}\n" for name, text in {**NAMES, "all": "every one, in this order"}.items())
+    listed = "".join(f"  {name:<13} {text}\n" for name, text in {**NAMES, "all": "every one, in this order"}.items())
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description=_DESCRIPTION + listed,

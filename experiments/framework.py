@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import multiprocessing
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ NAMES: dict[str, str] = {
     "theory": "the theory's limits and closed forms, each next to a simulation",
     "tinybert": "BERT-Tiny on arXiv abstracts: the paper's table (needs --data and --model, and a GPU at paper scale)",
     "figures": "pictures of BERT-Tiny's runs, and the clip norm runs that one of them needs (same needs as tinybert)",
+    "fashion_mnist": "dpoptim beside Opacus on Fashion-MNIST at equal ε (a GPU at paper scale; --data: its files)",
 }
 """Every experiment, in the order of a run of all."""
 
@@ -199,9 +202,13 @@ def run_cells(
     compute: Callable[[dict[str, Any]], Outcome],
     request: Request,
     reporter: ProgressReporter,
+    *,
+    workers: int = 1,
+    device: str = "cpu",
 ) -> int:
     """Compute the cells that the file lacks, and append each as soon as it is done.
 
+    With several `workers`, that many processes compute. `device` is what they compute on.
     Returns how many are left, which is 0 unless the time limit passed.
     """
     path = request.file(name)
@@ -212,16 +219,53 @@ def run_cells(
         raise MissingInput(f"only={','.join(request.only)} leaves no cell of {name}; {_settings_in_words(all_cells)}")
     missing = [cell for cell in wanted if results_file.cell_key(cell) not in there]
     reporter.begin(name, total=len(wanted), done=len(wanted) - len(missing))
-    for count, cell in enumerate(missing):
-        if request.out_of_time():
-            reporter.say(f"{name}: time limit reached, {len(missing) - count} cells are left; run the command again")
-            return len(missing) - count
-        started = time.perf_counter()
-        reporter.doing(short(cell))
-        line = line_of(name, request, cell, compute(cell), started)
+    left, compute_all = len(missing), _at_once if workers > 1 else _in_turn
+    for cell, outcome, seconds in compute_all(missing, compute, request, reporter, workers):
+        line = line_of(name, request, cell, outcome, time.perf_counter() - seconds, device=device)
         results_file.append(path, line)
         reporter.finished(f"{name}: {short(cell)}: {line['setting']['seconds']:.1f} s")
-    return 0
+        left -= 1
+    if left:
+        reporter.say(f"{name}: time limit reached, {left} cells are left; run the command again")
+    return left
+
+
+Cell = dict[str, Any]
+Compute = Callable[[Cell], Outcome]
+
+
+def _in_turn(
+    cells: Sequence[Cell], compute: Compute, request: Request, reporter: ProgressReporter, workers: int
+) -> Iterator[tuple[Cell, Outcome, float]]:
+    """Compute one cell after the other until the time limit; yields each with its outcome and seconds."""
+    for cell in cells:
+        if request.out_of_time():
+            return
+        reporter.doing(short(cell))
+        yield cell, *_timed(compute, cell)
+
+
+def _at_once(
+    cells: Sequence[Cell], compute: Compute, request: Request, reporter: ProgressReporter, workers: int
+) -> Iterator[tuple[Cell, Outcome, float]]:
+    """The same in several processes; cells come as they finish."""
+    waiting, running = list(cells), dict[Future[tuple[Outcome, float]], Cell]()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:  # CUDA does not survive a fork
+        while waiting or running:
+            while waiting and len(running) < workers and not request.out_of_time():
+                cell = waiting.pop(0)
+                reporter.doing(short(cell))
+                running[pool.submit(_timed, compute, cell)] = cell
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), *future.result()
+
+
+def _timed(compute: Compute, cell: Cell) -> tuple[Outcome, float]:
+    """The outcome of a cell and the seconds that it took."""
+    started = time.perf_counter()
+    return compute(cell), time.perf_counter() - started
 
 
 def _settings_in_words(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,9 @@ def add_machine(parser: _ActionsContainer) -> None:
     """Add --model, --device and --workers."""
     parser.add_argument("--model", metavar="M", help="a model's folder or name, for experiments that need one")
     parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that share the device (tinybert)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes that share the device (tinybert, fashion_mnist)"
+    )
 
 
 def add_output(parser: _ActionsContainer) -> None:

@@ -19,7 +19,7 @@ import torch
 from dpoptim.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("torch", "numpy", "scipy", "transformers", "dp-accounting")
+NAMES = ("torch", "numpy", "scipy", "transformers", "dp-accounting", "opacus")
 
 
 def setting(started: float, *, commit: str | None = None, device: str = "cpu") -> dict[str, Any]:
