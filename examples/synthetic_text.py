@@ -1,9 +1,10 @@
-"""Make synthetic reviews from private ones, offline: train, generate, compare. It takes about two minutes.
+"""Make synthetic reviews from private ones, offline: train, generate, compare.
 
     python examples/synthetic_text.py --output_dir out
 
 All reviews are made up. A small GPT-2 first learns from public sentences, without privacy. It is then fine-tuned on
-private reviews with a guarantee, and writes new reviews for each label.
+private reviews with a guarantee, and writes new reviews for each label. This shows the steps, not their quality: with
+so few records and so small a model, most of what the model knows is from the public sentences.
 """
 
 from __future__ import annotations
@@ -23,24 +24,27 @@ DISHES = ["soup", "bread", "fish", "rice", "salad", "cake", "coffee", "pie"]
 WORDS = {"good": ["tasty", "fresh", "lovely", "warm"], "bad": ["cold", "stale", "bland", "burnt"]}
 
 
-def sentence(generator: random.Random, words: list[str]) -> str:
-    """A sentence about one to three dishes."""
-    parts = [f"the {generator.choice(DISHES)} was {generator.choice(words)}" for _ in range(generator.randint(1, 3))]
-    return " and ".join(parts)
+def sentence(generator: random.Random, label: str) -> str:
+    """A sentence about one to three dishes, and a word that follows the label."""
+    dishes = generator.sample(DISHES, generator.randint(1, 3))
+    return f"we had {' and '.join(dishes)} and it was {generator.choice(WORDS[label])}"
 
 
 def write_reviews(path: Path, count: int, seed: int) -> Path:
-    """Private reviews: their words follow their label."""
+    """Private reviews."""
     generator = random.Random(seed)
-    rows = [{"label": label, "text": sentence(generator, WORDS[label])} for label in ["good", "bad"] * (count // 2)]
+    rows = [{"label": label, "text": sentence(generator, label)} for label in ["good", "bad"] * (count // 2)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def write_public_model(folder: Path, steps: int) -> Path:
-    """A GPT-2 of two layers, trained on public sentences in which good and bad words are mixed."""
-    generator, words = random.Random(0), [*WORDS["good"], *WORDS["bad"]]
-    texts = [f"A {generator.choice(list(WORDS))} review:\n{sentence(generator, words)}[END]" for _ in range(32 * steps)]
+    """A GPT-2 of two layers, trained on public sentences; a third of them do not follow their label."""
+    generator = random.Random(0)
+    pairs = [generator.choice([("good", "good"), ("bad", "bad"), ("good", "bad")]) for _ in range(16 * steps)]
+    pairs += [generator.choice([("good", "good"), ("bad", "bad"), ("bad", "good")]) for _ in range(16 * steps)]
+    generator.shuffle(pairs)
+    texts = [f"A {label} review:\n{sentence(generator, other)}[END]" for label, other in pairs]
     pieces = Tokenizer(models.BPE())
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -50,7 +54,17 @@ def write_public_model(folder: Path, steps: int) -> Path:
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+        vocab_size=len(tokenizer),
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        initializer_range=0.1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -68,10 +82,12 @@ def write_public_model(folder: Path, steps: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make synthetic reviews from private ones, offline.")
     parser.add_argument("--output_dir", type=Path, required=True, help="a new folder")
-    parser.add_argument("--reviews", type=int, default=4000, help="private reviews (default: 4000)")
+    parser.add_argument("--reviews", type=int, default=2000, help="private reviews (default: 2000)")
     parser.add_argument("--steps", type=int, default=300, help="steps on public sentences (default: 300)")
     parser.add_argument("--epsilon", type=float, default=8.0, help="of the private run (default: 8)")
     options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     out: Path = options.output_dir
     out.mkdir(parents=True)
     private, held_out = (
@@ -81,7 +97,7 @@ def main() -> None:
     model = write_public_model(out / "public", options.steps)
 
     recipe = Recipe(
-        model=str(model), data=str(private), prompt_template="A {label} review:", epsilon=options.epsilon, max_length=64
+        model=str(model), data=str(private), prompt_template="A {label} review:", epsilon=options.epsilon, max_length=32
     )
     summary = train(recipe, out / "run")
     print(summary["guarantee"])
