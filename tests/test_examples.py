@@ -144,6 +144,14 @@ def test_lora_classification(run: Run, tmp_path: Path) -> None:
     assert all(value.abs().sum() > 0 for value in trained)  # they start at 0
 
 
+def test_synthetic_text(run: Run, tmp_path: Path) -> None:
+    printed = run("synthetic_text", "--output_dir", "out", "--reviews", "64", "--steps", "2", "--epsilon", "5")
+    assert "Differentially private: epsilon = 5.0000" in printed
+    assert "accuracy on real reviews (not private): {'synthetic': " in printed
+    rows = [json.loads(line) for line in (tmp_path / "out" / "synthetic.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == ["bad", "good"] * 200
+
+
 def test_accelerate_loop(run: Run, tmp_path: Path) -> None:
     model = bert(tmp_path, transformers.BertForSequenceClassification)
     train = labelled_file(tmp_path, "train.csv")

@@ -117,3 +117,19 @@ def saved(folder: Path, model: Any, tokenizer: Any = None) -> str:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def chatty() -> Any:
+    """A byte-pair tokenizer with a chat template that ends each turn with a special token."""
+    tokenizer = bytepair()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>"]})
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|over|>\n{% endfor %}"
+    )
+    return tokenizer
+
+
+def gpt2(tokenizer: Any) -> Any:
+    """A GPT-2 of two layers with new weights."""
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(gpt2_config(len(tokenizer)))

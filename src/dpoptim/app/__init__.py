@@ -1,4 +1,4 @@
-"""Train, report, compare and audit private runs. Names are imported on first use, so the command line starts fast."""
+"""Train, generate, report, compare and audit. Names are imported on first use, so the command line starts fast."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dpoptim.app.runs.run_directory import RunDirectory
     from dpoptim.app.runs.run_log import read_log
     from dpoptim.app.runs.setup import RunSetup, prepare_run
+    from dpoptim.app.synthetic.evaluate import SyntheticScores, evaluate_synthetic
+    from dpoptim.app.synthetic.generate import generate
 
 __all__ = [
     "Batch",
@@ -28,8 +30,11 @@ __all__ = [
     "RunDirectory",
     "RunSetup",
     "Scores",
+    "SyntheticScores",
     "add_lora",
     "evaluate",
+    "evaluate_synthetic",
+    "generate",
     "load_model",
     "load_tokenizer",
     "load_trained",
@@ -54,6 +59,8 @@ _MODULES = {
     "runs.run_directory": ("RunDirectory",),
     "runs.run_log": ("read_log",),
     "runs.setup": ("RunSetup", "prepare_run"),
+    "synthetic.evaluate": ("SyntheticScores", "evaluate_synthetic"),
+    "synthetic.generate": ("generate",),
 }
 
 

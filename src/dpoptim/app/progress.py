@@ -31,7 +31,7 @@ class ProgressReporter:
         self._bar: Progress | None = None
         self._timer: threading.Timer | None = None
         self._printed = time.monotonic()
-        self._steps, self._batch_size, self._whole_run = 0, 0, False
+        self._steps, self._batch_size, self._whole_run, self._unit = 0, 0, False, "step"
         self._spent = self._rate = self._scores = self._loss = ""
 
     def __enter__(self) -> Self:
@@ -66,9 +66,10 @@ class ProgressReporter:
             self._timer.daemon = True
             self._timer.start()
 
-    def begin(self, *, step: int, steps: int, batch_size: int, whole_run: bool) -> None:
+    def begin(self, *, step: int, steps: int, batch_size: int, whole_run: bool, unit: str = "step") -> None:
         """Start training after `step` of `steps`; with `whole_run`, ε never changes and is not shown."""
         self._end_stage()
+        self._unit = unit
         self._steps, self._batch_size, self._whole_run = steps, batch_size, whole_run
         if self._status is not None:
             # In a narrow terminal only the description is cut.
@@ -101,7 +102,7 @@ class ProgressReporter:
 
     def _line(self, step: int, scores: str = "") -> None:
         rest = ", ".join(filter(None, (self._spent, self._rate, self._loss)))
-        self.message(f"step {step}/{self._steps}{scores}{f'; {rest}' if step and rest else ''}")
+        self.message(f"{self._unit} {step}/{self._steps}{scores}{f'; {rest}' if step and rest else ''}")
 
     def _end_stage(self) -> None:
         if self._status is not None:

@@ -70,7 +70,11 @@ def test_adjacencies_are_written_with_hyphens(capsys):
     [
         ("trian", "did you mean train?"),
         ("adivse", "did you mean advise?"),
-        ("x", "the commands are train, columns, predict, plan, advise, compare, report, audit"),
+        (
+            "x",
+            "the commands are train, columns, predict, generate, evaluate-synthetic, plan, advise, compare, report, "
+            "audit",
+        ),
     ],
 )
 def test_unknown_command_suggests_the_closest(given, hint, capsys):

@@ -16,6 +16,8 @@ COMMANDS = {
     "train": "train a model privately; without arguments, run a demonstration",
     "columns": "print the columns of a table as a recipe to fill in",
     "predict": "predict the rows of a table with a finished run",
+    "generate": "generate texts with the model of a finished run",
+    "evaluate-synthetic": "compare synthetic texts with real ones",
     "plan": "choose the noise for a privacy budget",
     "advise": "recommend an optimizer, its noise and settings to try",
     "compare": "compare optimizers at one privacy budget, over several seeds",
@@ -82,7 +84,7 @@ def command_line(
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if name in complete:
-            module = importlib.import_module(f"dpoptim.app.cli.{name}")
+            module = importlib.import_module(f"dpoptim.app.cli.{name.replace('-', '_')}")
             description, _, examples = str(module.__doc__).partition("examples:\n")
             command.description, command.epilog = description, f"examples:\n{examples}"
             module.add_options(command)

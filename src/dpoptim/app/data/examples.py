@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, StackDataset
 from dpoptim.app.data.masking import record_hash, target_counts
 from dpoptim.app.data.records import Records
 from dpoptim.data import pad_to_bucket
+from dpoptim.integrations.chats import ChatTokens, next_tokens
 from dpoptim.integrations.optional import require
 from dpoptim.integrations.token_losses import IGNORED
 
@@ -52,6 +53,39 @@ class TokenDataset(Dataset[TextExample]):
         end = self._ends[index]
         label = IGNORED if self._labels is None else int(self._labels[index])
         return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
+
+
+class ChatExample(NamedTuple):
+    """One chat as token ids; only the tokens of responses are targets."""
+
+    tokens: NDArray[np.int32]
+    is_response: NDArray[np.bool_]
+
+
+class ChatDataset(TokenDataset):
+    """Tokenized chats."""
+
+    def __init__(self, chats: Iterable[ChatTokens], *, filler: int) -> None:
+        flags = bytearray()
+
+        def ids() -> Iterator[list[int]]:
+            for chat in chats:
+                flags.extend(chat.is_response)
+                yield chat.ids
+
+        super().__init__(ids(), None, filler=filler)
+        self._is_response = np.frombuffer(bytes(flags), np.bool_)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, own = (
+            super().__getitem__(index).tokens,
+            slice(self._ends[index] - self.lengths[index], self._ends[index]),
+        )
+        return ChatExample(tokens, self._is_response[own])
+
+    def untaught(self) -> int:
+        """How many chats have no response within their tokens; their loss is 0."""
+        return int((np.add.reduceat(self._is_response, self._ends - self.lengths) == 0).sum())
 
 
 def row_dataset(records: Records) -> Dataset[tuple[Tensor, float]]:
@@ -94,7 +128,7 @@ class _PaddedCollate:
     def _pad(self, rows: Sequence[Any], value: int) -> Tensor:
         return pad_to_bucket(rows, value=value, bucket=self.bucket)[:, : self.max_length]
 
-    def _tokens(self, examples: Sequence[TextExample]) -> Batch:
+    def _tokens(self, examples: Sequence[TextExample | ChatExample]) -> Batch:
         ids = self._pad([example.tokens for example in examples], self.pad_id)
         lengths = torch.tensor([len(example.tokens) for example in examples])
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
@@ -121,10 +155,10 @@ class MaskedCollate(_PaddedCollate):
 
 
 class CausalCollate(_PaddedCollate):
-    """Makes input_ids, attention_mask and labels: at each position the next token, IGNORED after the last."""
+    """Makes input_ids, attention_mask and labels: at each position the next token, if it is a target."""
 
-    def __call__(self, examples: Sequence[TextExample]) -> Batch:
-        following = [np.append(example.tokens[1:], np.int32(IGNORED)) for example in examples]
+    def __call__(self, examples: Sequence[TextExample | ChatExample]) -> Batch:
+        following = [next_tokens(example.tokens, getattr(example, "is_response", None)) for example in examples]
         return {**self._tokens(examples), "labels": self._pad(following, IGNORED)}
 
 

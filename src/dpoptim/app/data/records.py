@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from dpoptim.app.data import readers, tables
 from dpoptim.app.data.readers import Columns, HubColumn, Locate, refuse
+from dpoptim.app.recipes import prompts
 from dpoptim.app.recipes.columns import Categories, Number, chosen_columns, column_of
+from dpoptim.integrations.chats import Chat, chat_of, problem_of
 
 
 class RecordKind(enum.Enum):
@@ -32,6 +34,7 @@ class RecordKind(enum.Enum):
 
 
 _MANY_LABELS = 20  # more, in fewer than two records each, are not classes
+_RESPONSES = ("response", "completion", "text")
 _FIELDS = {RecordKind.TEXT: "texts", RecordKind.IMAGE: "images", RecordKind.TABULAR: "features"}
 
 
@@ -41,12 +44,15 @@ class Records:
 
     Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
     `labels[i]` is the place of record i's label in `label_names`, which are public by declaration; or, with a
-    `label_scale`, a number in its units. `users[i]` is the id of its user.
+    `label_scale`, a number in its units. `users[i]` is the id of its user. Records with prompts and responses, or with
+    messages, have `chats`; then `texts` are all their messages, to compare records.
     """
 
     kind: RecordKind
     source: str
     texts: Sequence[str] = ()
+    chats: Sequence[Chat] | None = None
+    prompt_template: str | None = None  # of the prompts in `chats`; None if the records are lists of messages
     images: Sequence[Any] = ()
     features: NDArray[np.float32] | None = None  # [records, columns]
     feature_names: tuple[str, ...] = ()
@@ -95,6 +101,7 @@ class Records:
             labels=None if self.labels is None else self.labels[chosen],
             unfit=None if self.unfit is None else self.unfit[chosen],
             users=None if self.users is None else [self.users[i] for i in chosen],
+            chats=None if self.chats is None else [self.chats[i] for i in chosen],
             locate=lambda index: self.locate(int(chosen[index])),
         )
 
@@ -111,6 +118,9 @@ def read_records(
     label_names: Sequence[str] | None = None,
     declared: Mapping[str, Any] | None = None,
     drop: Sequence[str] = (),
+    may_be_chats: bool = False,
+    prompt_template: str | None = None,
+    messages_column: str | None = None,
 ) -> Records:
     """Read the records of a file, a folder or a Hugging Face dataset.
 
@@ -137,6 +147,9 @@ def read_records(
         declared: For a table, what is publicly known about each column: `{"age": {"low": 0, "high": 120}}`. A declared
             label is read as declared.
         drop: Columns of a table to leave out; "*" for all that are not declared.
+        may_be_chats: Without a column "text", look for "messages", or for "prompt" with "response" or "completion".
+        prompt_template: The prompt before each text, such as "A {label} review:"; its fields are columns.
+        messages_column: The column of chats, which are lists of messages with a role and a content.
 
     Returns:
         Every record of the source, once and in order. Blank and null texts are kept as empty texts.
@@ -169,7 +182,19 @@ def read_records(
     elif user_column is not None and not users_may_lack:
         raise ValueError(f"user_column={user_column!r} is not a column; the columns are {', '.join(columns)}")
     chosen = (text_column, label_column, kind, label_names, declared or {}, drop)
-    return dataclasses.replace(_Reader(str(source), columns, locate, *chosen).read(), users=users)
+    reader = _Reader(str(source), columns, locate, *chosen)
+    if may_be_chats and (text_column, prompt_template, messages_column) == (None, None, None) and "text" not in columns:
+        if "messages" in columns:
+            messages_column = "messages"
+        elif "prompt" in columns and any(name in columns for name in _RESPONSES):
+            prompt_template = "{prompt}"
+    if messages_column is not None:
+        found = reader.read_messages(messages_column)
+    elif prompt_template is not None:
+        found = reader.read_prompts(prompt_template)
+    else:
+        found = reader.read()
+    return dataclasses.replace(found, users=users)
 
 
 def read_columns(source: str | Path, *, split: str = "train", kind: RecordKind | None = None) -> tuple[Columns, Locate]:
@@ -256,6 +281,50 @@ class _Reader:
                 f"{', '.join(self.columns)}"
             )
         return self._table(label, [name for name in self.columns if name not in (label, *images)])
+
+    def read_messages(self, column: str) -> Records:
+        """Chats in one column."""
+        found = list(self.columns[self._existing(column, "messages_column")])
+        problems = {index: problem for index, chat in enumerate(found) if (problem := problem_of(chat))}
+        for problem in dict.fromkeys(problems.values()):
+            wrong = [index for index in problems if problems[index] == problem]
+            refuse(wrong, self.locate, f"messages_column={column!r}", f"records {problem}", "correct or remove them")
+        texts = ["\n".join(message["content"] for message in chat) for chat in found]
+        return self._records(RecordKind.TEXT, None, texts=texts, chats=found, text_column=column)
+
+    def read_prompts(self, template: str) -> Records:
+        """Prompts that a template makes of columns, and responses."""
+        own = [name for name in _RESPONSES if name in self.columns]
+        if self.text is None and not own:
+            raise ValueError(
+                f"data {self.source!r} has no column {' or '.join(map(repr, _RESPONSES))}; set text_column "
+                f"(--text-column) to one of {', '.join(self.columns)}"
+            )
+        text = own[0] if self.text is None else self._existing(self.text, "text_column")
+        label, fields = self._label_column(), prompts.fields(template)
+        label = label if label in fields else None
+        for name in fields:
+            if name not in self.columns:
+                columns = ", ".join(self.columns)
+                raise ValueError(f"prompt_template={template!r} names {name!r}, but the columns are {columns}")
+        used = {name: list(self.columns[name]) for name in fields}
+        responses = list(self.columns[text])
+        for name, values in {**used, text: responses}.items():
+            wrong = [index for index, value in enumerate(values) if value is None or not str(value).strip()]
+            refuse(wrong, self.locate, f"data {self.source!r}", f"records without {name!r}", "remove them")
+        found = self._records(RecordKind.TEXT, label, texts=responses, prompt_template=template, text_column=text)
+        if label is not None and found.labels is not None:
+            used[label] = [found.label_names[place] for place in found.labels]
+        asked = [
+            prompts.filled(template, {name: values[index] for name, values in used.items()})
+            for index in range(len(responses))
+        ]
+        pairs = list(zip(asked, map(str, responses), strict=True))
+        return dataclasses.replace(
+            found,
+            texts=["\n".join(pair) for pair in pairs],
+            chats=[chat_of(prompt, response) for prompt, response in pairs],
+        )
 
     def _table(self, label: str, names: Sequence[str]) -> Records:
         """The columns of a table, each encoded as it is declared."""

@@ -58,6 +58,8 @@ def load_model(
     label_names: Sequence[str] | None = None,
     columns: int | None = None,
     lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    lora_targets: Sequence[str] | None = None,
     from_scratch: bool = False,
     width: int | None = None,
     seed: int = 0,
@@ -71,7 +73,9 @@ def load_model(
         num_labels: The number of labels, for classification without `label_names`.
         label_names: The names of the labels, saved in the model's configuration.
         columns: The number of features, for "mlp" and "linear".
-        lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
+        lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`, also for the next two.
+        lora_alpha: The scale of the factors, times their rank.
+        lora_targets: The layers that get factors.
         from_scratch: Read the configuration only, and draw all weights.
         width: The hidden units of "mlp". Defaults to 32.
         seed: The seed of new weights. The same arguments give the same weights.
@@ -100,7 +104,9 @@ def load_model(
             outputs = len(labels) if task.is_classification else 1
             return table_model(name, columns=columns, outputs=outputs, width=width)
         model = _from_transformers(task, name, labels, from_scratch)
-        return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
+        if lora_rank is None:
+            return model
+        return add_lora(model, task, rank=lora_rank, alpha=lora_alpha, targets=lora_targets)
 
 
 def check_does(name: str, task: Task) -> None:
@@ -140,23 +146,27 @@ def load_pixel_scale(name: str | None) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(found.get("image_mean") or half), tuple(found.get("image_std") or half)
 
 
-def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
-    """Freeze a model and add trainable LoRA factors, scaled by 2; a classification head stays trainable.
-
-    The factors belong to the layers that peft names for the architecture, or else to all linear layers.
+def add_lora(
+    model: Any, task: Task, *, rank: int, alpha: float | None = None, targets: Sequence[str] | None = None
+) -> nn.Module:
+    """Freeze a model and add trainable LoRA factors; a classification head stays trainable.
 
     Args:
         model: A model of transformers.
         task: What the model predicts.
         rank: The rank of the factors.
+        alpha: The factors are scaled by alpha/rank. Defaults to 2·rank.
+        targets: The ends of the names of the layers that get factors, or ("all-linear",). Defaults to the layers that
+            peft names for the architecture, or else to all linear layers.
     """
     peft = require("peft", f"lora_rank={rank}")
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    chosen = "all-linear" if tuple(targets or ()) == ("all-linear",) else targets and list(targets)
     config = peft.LoraConfig(
         r=rank,
-        lora_alpha=2 * rank,
-        target_modules=known.get(model.config.model_type, "all-linear"),
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules=chosen or known.get(model.config.model_type, "all-linear"),
         exclude_modules=heads or None,
         modules_to_save=heads or None,
         task_type={found: name for name, found in _ADAPTER_TASKS.items()}.get(task),

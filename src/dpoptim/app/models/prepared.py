@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 from dpoptim.app.data.examples import (
     Batch,
     CausalCollate,
+    ChatDataset,
+    ChatExample,
     ImageDataset,
     MaskedCollate,
     TextCollate,
@@ -31,6 +33,7 @@ from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
 from dpoptim.arguments import check_number
 from dpoptim.data import PrivateLoader
+from dpoptim.integrations.chats import ensure_template, tokenize_chats
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
 from dpoptim.integrations.padding_check import check_padding
 from dpoptim.integrations.released_norms import not_finite
@@ -108,6 +111,10 @@ class Prepared:
                 `label_names=` of the training records.
         """
         _check_records(self.task, records)
+        if (records.chats is None) != (self.records.chats is None):
+            raise ValueError(
+                f"data {records.source!r} must have the prompts or messages of the training records, or none"
+            )
         for name in ("label_names", "feature_names", "label_scale") if self.task.has_label else ():
             found, expected = getattr(records, name), getattr(self.records, name)
             if found != expected:
@@ -136,6 +143,8 @@ def prepare(
     max_length: int | None = None,
     tokenizer: Any = None,
     lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    lora_targets: Sequence[str] | None = None,
     from_scratch: bool = False,
     bucket: int = 64,
     image_size: int | None = None,
@@ -150,8 +159,11 @@ def prepare(
         records: What to train on.
         max_length: The number of tokens that texts are cut to. Defaults to 512, for causal-lm to 1024, or to the
             model's limit if that is less. In causal-lm the tokenizer's end-of-text token closes a text.
-        tokenizer: A tokenizer. Defaults to the model's own; a module needs one.
+        tokenizer: A tokenizer. Defaults to the model's own; a module needs one. For chats, one without a chat template
+            gets a plain one.
         lora_rank: Train LoRA factors of this rank.
+        lora_alpha: Scale the factors by this over the rank; see `add_lora`.
+        lora_targets: The layers that get factors.
         from_scratch: Start from new weights.
         bucket: Texts are padded to a multiple of this.
         image_size: Images are resized to this. Defaults to the model's size, or 32.
@@ -163,7 +175,8 @@ def prepare(
             tokens; or a parameter is not finite.
 
     Guarantee: record i is example i. Only the label names are taken from all records: no vocabulary, no mean. A text
-    without tokens becomes one token of padding with loss 0.
+    without tokens becomes one token of padding with loss 0. The loss of a chat is the mean over the tokens of its
+    responses, and 0 if the cut leaves none.
 
     >>> records = Records(
     ...     kind=RecordKind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32),
@@ -181,11 +194,13 @@ def prepare(
         if name is None:
             raise ValueError("tokenizer=None: give the tokenizer of a model that is a module")
         tokenizer = load_tokenizer(name)
+    if records.chats is not None:
+        ensure_template(tokenizer)
     if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
         raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
     module = model if isinstance(model, nn.Module) else load_model(
         task, model, label_names=records.label_names, columns=len(records.feature_names), lora_rank=lora_rank,
-        from_scratch=from_scratch, width=width, seed=seed,
+        lora_alpha=lora_alpha, lora_targets=lora_targets, from_scratch=from_scratch, width=width, seed=seed,
     )  # fmt: skip
     broken = not_finite(module)
     if broken:
@@ -231,6 +246,8 @@ def record_kind(task: Task) -> RecordKind:
 
 def _check_records(task: Task, records: Records) -> None:
     needs, has = f"{task.value} needs", f"and data {records.source!r} has"
+    if records.chats is not None and task is not Task.CAUSAL_LM:
+        raise ValueError(f"data {records.source!r} has prompts or messages, which only causal-lm reads")
     if records.kind is not record_kind(task):
         raise ValueError(f"{needs} {record_kind(task).value} records, {has} {records.kind.value} records")
     if task.has_label and records.labels is None:
@@ -257,6 +274,9 @@ def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int) 
     closing = tokenizer.eos_token_id if task is Task.CAUSAL_LM else None
 
     def make_dataset(records: Records) -> TokenDataset:
+        if records.chats is not None:
+            chats = tokenize_chats(tokenizer, records.chats, max_length=length, locate=records.locate)
+            return ChatDataset(chats, filler=pad_id)
         labels = records.labels if task.is_classification else None
         return TokenDataset(_tokenized(tokenizer, records.texts, length, closing), labels, filler=pad_id)
 
@@ -279,6 +299,15 @@ def _tokenized(tokenizer: Any, texts: Sequence[str], length: int, closing: int |
 
 def _length(task: Task, model: nn.Module, tokenizer: Any, asked: int | None) -> int:
     """How many tokens a text may have: the number asked for, or the default within what model and tokenizer accept."""
+    most = most_tokens(model, tokenizer)
+    if asked is None:
+        return min(1024 if task is Task.CAUSAL_LM else 512, most)
+    check_number("max_length", asked, low=2, high=most, hint="The model has this limit.")
+    return asked
+
+
+def most_tokens(model: nn.Module, tokenizer: Any) -> int:
+    """How many tokens model and tokenizer accept."""
     tables = [
         module
         for name, module in model.named_modules()
@@ -290,11 +319,7 @@ def _length(task: Task, model: nn.Module, tokenizer: Any, asked: int | None) -> 
     limits += [t.num_embeddings if t.padding_idx is None else t.num_embeddings - t.padding_idx - 1 for t in tables]
     if not tables:
         limits.append(getattr(getattr(model, "config", None), "max_position_embeddings", None))
-    most = min(int(limit or 2**31) for limit in (*limits, 2**31))
-    if asked is None:
-        return min(1024 if task is Task.CAUSAL_LM else 512, most)
-    check_number("max_length", asked, low=2, high=most, hint="The model has this limit.")
-    return asked
+    return min(int(limit or 2**31) for limit in (*limits, 2**31))
 
 
 def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _Inputs:
@@ -320,11 +345,11 @@ def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
     return prepared.collated([(one, place % classes) for place, one in enumerate(values)])
 
 
-def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExample]:
+def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExample] | list[ChatExample]:
     generator = np.random.default_rng(0)
     words = np.setdiff1d(np.arange(len(prepared.tokenizer)), prepared.tokenizer.all_special_ids)
     classes = max(1, len(prepared.records.label_names))
-    return [
-        TextExample(generator.choice(words, length).astype(np.int32), place % classes, False)
-        for place, length in enumerate(lengths)
-    ]
+    texts = [generator.choice(words, length).astype(np.int32) for length in lengths]
+    if prepared.records.chats is not None:
+        return [ChatExample(tokens, np.arange(len(tokens)) >= len(tokens) // 2) for tokens in texts]
+    return [TextExample(tokens, place % classes, False) for place, tokens in enumerate(texts)]

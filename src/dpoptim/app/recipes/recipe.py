@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.app.recipes import columns as columns_table
+from dpoptim.app.recipes import prompts
 from dpoptim.arguments import check_choice, check_number, check_whole
 
 VARIANTS = (
@@ -155,6 +156,11 @@ class Recipe:
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
+    prompt_template: str | None = _setting(None, _kind(prompts.check_template, str, "TEXT"), DATA,
+        "causal-lm: the prompt before each text, such as 'A {label} review:'; {names} are columns, and only texts are "
+        "trained (default: {prompt}, if there is no column text)")
+    messages_column: str | None = _setting(None, _TEXT, DATA,
+        "causal-lm: column of chats (default: messages, if there is no column text)")
     user_column: str | None = _setting(None, _TEXT, DATA, "column with the user of each record; see --records-per-user")
     label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
     columns: Mapping[str, Any] | None = _setting(None, _COLUMNS, DATA,
@@ -167,6 +173,9 @@ class Recipe:
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
+    lora_alpha: float | None = _setting(None, _ABOVE_0, DATA, "scale of LoRA, times the rank (default: twice the rank)")
+    lora_targets: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
+        "layers with LoRA, such as q_proj v_proj, or all-linear (default: those that peft names for the model)")
 
     epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "epsilon of the run: 1 is strong, 8 is usual, 20 is weak")
     delta: float | None = _setting(None, _number(above=0, below=1, hint="Use 1/num_examples or less."), PRIVACY,
@@ -241,6 +250,9 @@ class Recipe:
                 f"user_column={self.user_column!r} and records_per_user={self.records_per_user!r} need each other; to "
                 "protect users, give both"
             )
+        for name in ("lora_alpha", "lora_targets"):
+            if getattr(self, name) is not None and self.lora_rank is None:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs lora_rank (--lora-rank); give both")
         if self.from_scratch and self.lora_rank is not None:
             raise ValueError(f"from_scratch=true and lora_rank={self.lora_rank}: LoRA needs pretrained weights")
         if self.adjacency == "add_remove":  # the number of records is private, and so are their places
@@ -290,7 +302,12 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
 
-_PAIRS = (("epsilon", "noise_multiplier"), ("steps", "epochs"), ("validation_data", "validation_fraction"))
+_PAIRS = (
+    ("epsilon", "noise_multiplier"),
+    ("steps", "epochs"),
+    ("validation_data", "validation_fraction"),
+    ("prompt_template", "messages_column"),
+)
 """Settings that replace each other."""
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from dpoptim.app.data.estimates import open_columns, with_estimates
+from dpoptim.app.data.examples import ChatDataset
 from dpoptim.app.data.records import RecordKind, Records, held_out_places, read_records
 from dpoptim.app.models.loading import check_does, task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
+from dpoptim.app.recipes import prompts
 from dpoptim.app.recipes.columns import ESTIMATE_RANGE, Number, column_of
 from dpoptim.app.recipes.defaults import (
     chosen_device,
@@ -29,6 +31,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.clipping import check_example_independence
 from dpoptim.data import fingerprint_records
 from dpoptim.data.users import UserRecords
+from dpoptim.integrations.chats import PLAIN_TEMPLATE
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line, require
@@ -63,8 +66,9 @@ class RunSetup:
     @property
     def messages(self) -> list[str]:
         """What to print before a run: the column of the texts, where they are cut, and the notes."""
-        column, cut = self.prepared.records.text_column, self.prepared.max_length
-        source = "" if column is None else f" from column {column!r}"
+        records, cut = self.prepared.records, self.prepared.max_length
+        source = "" if records.text_column is None else f" from column {records.text_column!r}"
+        source += "" if records.prompt_template is None else f", after prompts {records.prompt_template!r}"
         texts = [] if cut is None else [f"texts{source}, cut at {cut:,} tokens"]
         return [*texts, *(f"note: {note}" for note in self.notes)]
 
@@ -131,12 +135,16 @@ def prepare_run(
             "its data"
         )
     stage(f"loading {recipe.model}")
-    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "width", "seed")
+    settings = recipe.part(
+        "max_length", "lora_rank", "lora_alpha", "lora_targets", "from_scratch", "image_size", "width", "seed"
+    )
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
     recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
-    names = training.label_names if task.is_classification else None
-    recipe = recipe.replace(max_length=prepared.max_length, label_names=names)
+    names = training.label_names if task.is_classification or training.prompt_template is not None else None
+    recipe = recipe.replace(max_length=prepared.max_length, label_names=names or None)
+    recipe, chat_notes = _with_chats(recipe, prepared)
+    notes += chat_notes
     validation = None if held_out is None else prepared.on(held_out)
     notes += ["epsilon above 20 protects very little; 8 is usual"] * ((recipe.epsilon or 0) > 20)
     if plan is None:
@@ -151,17 +159,26 @@ def prepare_run(
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     """Read the training records and the held-out ones; with a user column, whole users are held out."""
-    used = {"label_column": task.has_label, "text_column": task.reads_text}
+    is_causal = task is Task.CAUSAL_LM
+    fields = prompts.fields(recipe.prompt_template or "")
+    used = {"label_column": task.has_label or recipe.label_column in fields, "text_column": task.reads_text}
     used |= dict.fromkeys(("columns", "drop"), task.is_tabular)
+    used |= dict.fromkeys(("prompt_template", "messages_column"), is_causal)
     for name, is_used in used.items():
         given = getattr(recipe, name)
         if given is not None and not is_used:
             fitting = "mlp or linear" if name in ("columns", "drop") else "text-classification"
+            fitting = "causal-lm" if name in ("prompt_template", "messages_column") else fitting
+            if name == "label_column" and is_causal:
+                fitting += f", or write {{{given}}} in prompt_template"
             raise ValueError(f"{name}={given!r} is not used by {task.value}; leave it out, or choose {fitting}")
 
     def read(source: str, label_names: Sequence[str] | None, *, training: bool) -> Records:
-        names = label_names if task.is_classification else None
-        columns = recipe.part("text_column", "label_column", "user_column", "split")
+        names = label_names if task.is_classification or recipe.prompt_template is not None else None
+        columns = recipe.part(
+            "text_column", "label_column", "user_column", "split", "prompt_template", "messages_column"
+        )
+        columns["may_be_chats"] = is_causal
         columns |= {"declared": recipe.columns, "drop": recipe.drop or (), "users_may_lack": not training}
         found = read_records(source, **columns, kind=record_kind(task), label_names=names)
         found.refuse_empty()
@@ -181,6 +198,25 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     if len(out) == 0:
         return found, None
     return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
+
+
+def _with_chats(recipe: Recipe, prepared: Prepared) -> tuple[Recipe, list[str]]:
+    """The recipe with the columns of prompts and responses that were found, and notes on them."""
+    records, dataset = prepared.records, prepared.dataset
+    if not isinstance(dataset, ChatDataset):
+        return recipe, []
+    notes = []
+    if PLAIN_TEMPLATE in prepared.tokenizer.chat_template:
+        notes.append("the tokenizer has no chat template: messages are separated by new lines")
+    untaught = dataset.untaught()
+    if untaught:
+        problem = f"{untaught} of {len(records)} records have no response within max_length={prepared.max_length}"
+        if untaught == len(records):
+            raise ValueError(f"{problem}; use a larger one")
+        notes.append(f"{problem}, so they teach nothing")
+    if records.prompt_template is None:
+        return recipe.replace(messages_column=records.text_column), notes
+    return recipe.replace(prompt_template=records.prompt_template, text_column=records.text_column), notes
 
 
 def task_of(recipe: Recipe) -> Task:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dpoptim.integrations.chats import tokenize_chat
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 
 if TYPE_CHECKING:
     from dpoptim.integrations.hugging_face.trainer import PrivateTrainer
 
-__all__ = ["PrivacyArguments", "PrivateTrainer"]
+__all__ = ["PrivacyArguments", "PrivateTrainer", "tokenize_chat"]
 
 _TRANSFORMERS = ((5, 3), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
 

@@ -1,0 +1,1 @@
+"""Synthetic texts: generating them with a private model, and measuring them."""

@@ -1,0 +1,160 @@
+"""Synthetic texts against real ones: what a classifier learns from them, statistics, and copies."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import transformers
+
+from dpoptim.app import evaluate_synthetic
+from dpoptim.app.cli import main
+from dpoptim.app.synthetic.copies import WORDS, KnownTexts, words_of
+from tests.app import tiny
+
+COMMON = ["film", "story", "actors", "music", "camera", "plot", "scene", "ending"]
+OWN = {"good": ["great", "lovely", "bright"], "bad": ["dull", "awful", "grim"]}
+
+
+def write(path, count, seed, flip=False):
+    """Reviews with one word of their label among common words; `flip` gives each the wrong label."""
+    generator = random.Random(seed)
+    rows = []
+    for number in range(count):
+        label, other = ("good", "bad") if number % 2 else ("bad", "good")
+        words = [*generator.choices(COMMON, k=generator.randint(4, 9)), generator.choice(OWN[label])]
+        generator.shuffle(words)
+        rows.append({"text": " ".join(words), "label": other if flip else label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {
+        name: write(tmp_path / f"{name}.jsonl", 80, seed) for seed, name in enumerate(("synthetic", "train", "test"))
+    }
+
+
+def flags(files):
+    return [part for name, path in files.items() for part in (f"--{name}", path)]
+
+
+def test_a_classifier_learns_from_synthetic_texts(files, tmp_path, capsys):
+    assert main(["evaluate-synthetic", *flags(files)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "accuracy on real test texts: 100.0 % after training on synthetic texts, 100.0 % on real texts"
+    )
+    assert "the most common label alone gives 50.0 %" in shown
+    assert "Not private" in shown
+    wrong = evaluate_synthetic(write(tmp_path / "wrong.jsonl", 80, 5, flip=True), files["train"], files["test"])
+    assert wrong.accuracy is not None
+    assert wrong.accuracy["synthetic"] < 0.1 < 0.9 < wrong.accuracy["training"]
+
+
+def test_json_says_that_it_is_not_private(files, capsys):
+    assert main(["evaluate-synthetic", *flags(files), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["not_private"] is True
+    assert found["texts"]["synthetic"]["texts"] == found["copies"]["test"]["texts"] == 80
+    assert found["texts"]["training"]["distinct_words"] == 14
+    assert found["texts"]["synthetic"]["covered"] == 1.0
+
+
+def test_copies_are_found_and_counted(files, tmp_path):
+    lines = [json.loads(line) for line in Path(files["train"]).read_text().splitlines()]
+    lines[3]["text"] = "one two three four five six seven eight nine ten"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [
+        "fresh words that no record has at all",
+        f"{lines[5]['text'].upper()}!",  # the same words
+        "zero one two three four five six seven eight nine zero",  # nine of ten in a row
+        "one two three four",  # too short to count
+        "one two three and then four five six seven eight later on",  # five in a row
+    ]
+    made = tmp_path / "made.jsonl"
+    made.write_text("".join(json.dumps({"text": row, "label": "good"}) + "\n" for row in rows))
+    found = evaluate_synthetic(made, tmp_path / "train.jsonl", files["test"])
+    assert found.copies["synthetic"] == {"texts": 5, "exact": 1, "near": 2, "longest": 9}
+    assert found.worst[0] == {"row": 3, "training_record": 4, "words": 9}
+    everything = evaluate_synthetic(made, tmp_path / "train.jsonl", files["test"], overlap=0.1)
+    assert everything.copies["synthetic"]["near"] == 3
+
+
+def longest_in_common(one, other):
+    """Brute force: the longest run of words that two texts share."""
+    first, second = words_of(one), words_of(other)
+    best = 0
+    for i in range(len(first)):
+        for j in range(len(second)):
+            size = 0
+            while i + size < len(first) and j + size < len(second) and first[i + size] == second[j + size]:
+                size += 1
+            best = max(best, size)
+    return best if best >= WORDS else 0
+
+
+def test_overlaps_match_brute_force():
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices("abc", k=generator.randint(2, 25))) for _ in range(120)]
+    known, others = texts[:60], texts[60:]
+    index = KnownTexts(known)
+    for text in others:
+        found = index.overlap(text)
+        longest = [longest_in_common(text, one) for one in known]
+        assert found.longest == max(longest)
+        if found.longest:
+            assert found.record is not None
+            assert longest[found.record] == found.longest
+        runs = [tuple(words_of(text)[i : i + WORDS]) for i in range(len(words_of(text)) - WORDS + 1)]
+        theirs = [{tuple(words_of(one)[i : i + WORDS]) for i in range(len(words_of(one)) - WORDS + 1)} for one in known]
+        if runs:
+            assert found.share == pytest.approx(max(sum(run in own for run in runs) for own in theirs) / len(runs))
+        assert found.is_exact == (text in known)
+
+
+def test_chats_without_labels_are_compared_by_their_responses(tmp_path):
+    chat = [{"role": "user", "content": "the same question for everyone here"}, {"role": "assistant", "content": "a b"}]
+    for name in ("synthetic", "train", "test"):
+        chat[1]["content"] = f"answer {name}"
+        (tmp_path / name).with_suffix(".jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    found = evaluate_synthetic(*(tmp_path / f"{name}.jsonl" for name in ("synthetic", "train", "test")))
+    assert found.accuracy is None
+    assert found.copies["synthetic"]["near"] == 0, "questions are not compared"
+    assert found.texts["synthetic"]["words_median"] == 2
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_fine_tuned(files, tmp_path):
+    words = tiny.wordpiece()
+    model = tiny.saved(tmp_path / "bert", transformers.BertForMaskedLM(tiny.bert_config(len(words))), words)
+    found = evaluate_synthetic(*(files[name] for name in ("synthetic", "train", "test")), model=model)
+    assert found.accuracy is not None
+    assert found.accuracy.keys() == {"synthetic", "training", "most common label"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["--test", "missing.jsonl"], "data 'missing.jsonl' does not exist"),
+        (["--text-column", "x"], "text_column='x' is not a column"),
+        (["--label-column", "x"], "label_column='x' is not a column"),
+        (["--overlap", "0"], "Expected overlap"),
+        (["--model", "missing/model/x"], "tokenizer='missing/model/x' does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(files, changes, problem, capsys):
+    assert main(["evaluate-synthetic", *flags(files), *changes]) == 2
+    error = capsys.readouterr().err.strip()
+    assert problem in error
+    assert error.count("\n") == 0
+
+
+def test_labels_must_be_those_of_the_training_texts(files, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "a", "label": "unknown"}) + "\n")
+    assert main(["evaluate-synthetic", *flags({**files, "synthetic": str(other)}), "--label-column", "label"]) == 2
+    assert "labels that are not in label_names" in capsys.readouterr().err
