@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,8 @@ def test_examples_stay_independent_and_a_cut_example_has_loss_0(reviews):
     cut = prepared_for(tiny.chatty(), reviews, max_length=20)
     losses = cut.loss_per_example(cut.model, cut.collated([cut.dataset[0], cut.dataset[1]]))
     assert losses.tolist() == [0.0, 0.0]
-    assert cut.dataset.untaught() == len(REVIEWS)
+    dataset: Any = cut.dataset
+    assert dataset.untaught() == len(REVIEWS)
     losses.sum().backward()
     assert not not_finite(cut.model)
 
@@ -137,7 +139,8 @@ def test_lora_goes_where_it_is_told(tmp_path, reviews):
     trained = [name for name, value in setup.model.named_parameters() if value.requires_grad]
     assert trained
     assert all("c_proj" in name for name in trained)
-    (config,) = setup.model.peft_config.values()
+    model: Any = setup.model
+    (config,) = model.peft_config.values()
     assert config.lora_alpha == 6
 
 

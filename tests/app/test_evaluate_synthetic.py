@@ -97,6 +97,12 @@ def longest_in_common(one, other):
     return best if best >= WORDS else 0
 
 
+def test_passages_with_a_gap_are_not_joined():
+    found = KnownTexts(["a b c d e X f g h i j"]).overlap("a b c d e Y f g h i j")
+    assert found.longest == 5
+    assert found.share == pytest.approx(2 / 7)
+
+
 def test_overlaps_match_brute_force():
     generator = random.Random(0)
     texts = [" ".join(generator.choices("abc", k=generator.randint(2, 25))) for _ in range(120)]

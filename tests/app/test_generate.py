@@ -6,6 +6,7 @@ import json
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from dpoptim.app.synthetic.sampling import Sampler, draw, uniforms
 from tests.app import tiny
 
 TEMPLATE = "A {label} review:"
-SHORT = {"max_new_tokens": 6, "batch_size": 4}
+SHORT: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def runs(tmp_path_factory):
     chats = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": row["text"]}] for row in rows]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    shared = {"epsilon": 8.0, "noise": "independent", "steps": 2, "batch_size": 8, "max_length": 48}
+    settings: dict[str, Any] = {"epsilon": 8.0, "noise": "independent", "steps": 2, "batch_size": 8, "max_length": 48}
     for name, make, data, more in (
         ("labels", tiny.bytepair, "texts.jsonl", {"prompt_template": TEMPLATE}),
         ("chats", tiny.chatty, "chats.jsonl", {"lora_rank": 2, "learning_rate": 0.1}),
@@ -39,7 +40,7 @@ def runs(tmp_path_factory):
     ):
         tokenizer = make()
         model = tiny.saved(folder / f"{name}-gpt2", tiny.gpt2(tokenizer), tokenizer)
-        train(Recipe(model=model, data=str(folder / data), **shared, **more), folder / name)
+        train(Recipe(model=model, data=str(folder / data), **{**settings, **more}), folder / name)
     return folder
 
 
