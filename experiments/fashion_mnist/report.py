@@ -16,7 +16,7 @@ _SCALED = style.METHODS["scale_then_privatize"]
 LOOKS = {"opacus_dp_sgd": (style.METHODS["dp_sgd"], "--"), "opacus_dp_adam": (style.METHODS["post_processing"], "--"),
          "default": (_SCALED, "-."), "cyclic": (_SCALED, ":")}  # fmt: skip
 """Colour and line style of rows that are not a method of `plot_style`."""
-SAMPLING = {"Poisson": "Poisson, independent", "default": "shuffled, correlated", "cyclic": "secret, correlated"}
+SAMPLING = {"Poisson": "Poisson, independent", "default": "shuffled, chosen", "cyclic": "secret, chosen"}
 
 
 def markdown(lines: Sequence[Line]) -> str:
