@@ -233,8 +233,8 @@ norm-without-biases: Gradients of biases are summed but do not count in the norm
 
 norm-without-scale: Gradients are clipped by their plain norm, while the noise is divided by the scale.
     in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
-    - self._clip(batch.gradients, self.scale, factor)
-    + self._clip(batch.gradients, None, factor)
+    - self._clip(gradients, self.scale, factor, clip_norm)
+    + self._clip(gradients, None, factor, clip_norm)
 
 not-finite-counts: An example whose norm is not a number is not left out.
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
@@ -349,8 +349,8 @@ decay-coupled: AdamW adds its weight decay to the gradient as well.
 
 captured-rows-by-batch-order: Rows that need recomputing are taken in the wrong order, so that others count twice.
     in clipping/captured.py, found by clipping/test_captured.py -k reorders
-    - shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=rows))
-    + shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=[batch.examples - 1 - row for row in rows]))
+    - self._sums.clip_and_sum_rows(found.gradients, rows, 1,
+    + self._sums.clip_and_sum_rows(found.gradients, [batch.examples - 1 - row for row in rows], 1,
 
 captured-padding-counts: The copies of the first row that pad a captured batch count as examples.
     in clipping/captured.py, found by clipping/test_captured.py -k padding_rows_add_nothing

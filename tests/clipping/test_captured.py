@@ -65,8 +65,8 @@ def force_recompute(monkeypatch: pytest.MonkeyPatch, is_left_out: Callable[[Tens
     """Let graphs leave out rows, chosen by their norms, as if they needed recomputing."""
     clip_and_sum = ClippedSums.clip_and_sum_into
 
-    def without_rows(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> ClipResult:
-        found = clip_and_sum(self, into, batch, scale)
+    def without_rows(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, *bounds: Any) -> ClipResult:
+        found = clip_and_sum(self, into, batch, *bounds)
         found.needs_recompute.copy_(is_left_out(found.norms) & (found.weights > 0))
         shares = torch.where(found.needs_recompute, found.weights, 0.0)
         for name, own in batch.gradients.items():

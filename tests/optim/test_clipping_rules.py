@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ OPTIMIZERS = {
 
 
 def slow_run(made, plan, dtype):
-    rule, shape = plan.clipping, {"clip_norm": plan.clip_norm, "batch_size": plan.batch_size}
+    rule = plan.clipping
+    shape: Any = {"clip_norm": plan.clip_norm, "batch_size": plan.batch_size}
     shape["noise_stddev"] = plan.noise_stddevs().gradient_sum
-    inputs = (
+    inputs: Any = (
         made.theta(),
         lambda theta, step: made.gradients(theta, made.batches[step]),
         rows_of(plan, dtype, "gradient"),
@@ -57,7 +59,7 @@ def slow_run(made, plan, dtype):
         part = [TensorPart(name="count", numel=1)]
         stream = plan.strategy.stream(KEY.for_run("the run"), part, stream="count", dtype=torch.float64)
         counts = torch.cat([stream.row(t).clone() for t in range(plan.steps)]) * plan.strategy.column_norm
-        own = {"quantile": rule.quantile, "rate": rule.rate, "count_weight": rule.count_weight}
+        own: Any = {"quantile": rule.quantile, "rate": rule.rate, "count_weight": rule.count_weight}
         return reference.AdaptiveRun(*inputs, **shape, count_noise=counts, **own)
     if isinstance(rule, dpoptim.NormalizedGradients):
         return reference.Run(*inputs, **shape, bound=functools.partial(reference.normalize, stability=rule.stability))
@@ -145,7 +147,8 @@ def test_the_noise_of_an_adaptive_run_follows_its_clip_norm():
     )  # fmt: skip
     model = torch.nn.Linear(4000, 1, bias=False).double()
     optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, external_batches=True)
-    released, factors = [], [1.0]
+    released: list[Any] = []
+    factors = [1.0]
     optimizer.observers.append(released.append)
     for _ in range(plan.steps):
         (model(torch.zeros(4, 4000, dtype=torch.float64)) * 0).sum().backward()
@@ -192,15 +195,16 @@ def test_one_record_moves_a_step_within_the_bound(clipping):
                 made.losses(made.model, batch).sum().backward()
                 optimizer.step()
             factor, scale = optimizer.mechanism.clip_factor, optimizer.mechanism.scale
+            assert scale is not None
             weights = torch.ones(plan.batch_size, dtype=torch.float64)
             weights[place] = float(is_there) * 1e3  # a blank has no gradient
             (made.losses(made.model, made.batches[3]) * weights).sum().backward()
-            released = []
+            released: list[Any] = []
             optimizer.observers.append(released.append)
             optimizer.step()
             own = torch.cat([(g * scale[n]).flatten() for n, g in released[0].gradient.items()]) * plan.batch_size
             count = torch.zeros(1, dtype=torch.float64)
-            if clipping == "adaptive":
+            if isinstance(rule, dpoptim.AdaptiveClipNorm):
                 share = math.log(optimizer.mechanism.clip_factor / factor) / rule.rate
                 count += rule.count_weight * plan.clip_norm * share * plan.batch_size
             found.append(torch.cat([own / factor, count]))

@@ -132,7 +132,7 @@ def test_the_ledger_sees_which_parameters_a_scale_belongs_to():
     for names in (["0.weight", "1.weight"], ["1.weight", "0.weight"]):
         whole = LazyInverseRoot(moments.flatten(), 0.5, 1.0, 1.0)
         mechanism.scale = ComputedScale([(whole, dict(zip(names, moments, strict=True)))])
-        contents.add(mechanism._content(sums, None, None))
+        contents.add(mechanism._content(sums, None, None, torch.zeros(())))
     assert len(contents) == 2
 
 

@@ -109,7 +109,7 @@ class _DPEstimator(_Estimator):
         if outlook.verdict != "good":
             warnings.warn(f"outlook {outlook}", stacklevel=3)
         is_correlated = has_correlated_noise(self.noise, self.sampling)
-        rate = self.learning_rate or tables.learning_rate_for(self.model, is_correlated=is_correlated)
+        rate = self.learning_rate or tables.learning_rate_for(is_correlated=is_correlated)
         key = NoiseKey.generate()
         optimizer = make_optimizer(
             "scale_then_privatize", model, plan, learning_rate=rate, betas=(0.9, 0.999), eps=None, eps_scale=None,
@@ -153,7 +153,7 @@ class DPClassifier(_Classifier, _DPEstimator):
         width: The hidden units of "mlp".
         epochs: The number of passes over the data.
         batch_size: The expected batch size. Defaults to a power of two, at most examples/8 and 2048.
-        learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 for "mlp" with independent noise.
+        learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 with independent noise.
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
         sampling: As in `dpoptim train`, but "auto" by default: batches are secret if the noise has a proof for it.

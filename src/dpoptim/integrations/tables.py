@@ -27,9 +27,9 @@ def table_model(name: str, *, columns: int, outputs: int, width: int | None = No
     return nn.Sequential(nn.Linear(columns, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
-def learning_rate_for(model: str, *, is_correlated: bool) -> float:
-    """0.1, but 0.03 for "mlp" without strongly correlated noise."""
-    return 0.1 if is_correlated or model == "linear" else 0.03
+def learning_rate_for(*, is_correlated: bool) -> float:
+    """0.1 with strongly correlated noise, otherwise 0.03."""
+    return 0.1 if is_correlated else 0.03
 
 
 def batch_size_for(num_examples: int) -> int:

@@ -93,7 +93,7 @@ def default_learning_rate(recipe: Recipe) -> float:
     if recipe.variant == "dp_sgd":  # its step is as long as the gradient
         return tables.SGD_LEARNING_RATE if recipe.model in TABULAR_MODELS else 1.0
     if recipe.model in TABULAR_MODELS:
-        return tables.learning_rate_for(recipe.model, is_correlated=is_correlated)
+        return tables.learning_rate_for(is_correlated=is_correlated)
     if recipe.model in BUILT_IN:
         return 1e-2
     rate = 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4

@@ -203,7 +203,7 @@ class Recipe:
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
         "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 1e-2 for small-cnn; 1 for dp_sgd (0.1 on "
-        "tables); a quarter for texts and 0.03 for mlp with independent noise or secret batches")
+        "tables); a quarter for texts and 0.03 for tables with independent noise or secret batches")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
