@@ -60,7 +60,8 @@ def slow_run(made, plan, dtype):
         stream = plan.strategy.stream(KEY.for_run("the run"), part, stream="count", dtype=torch.float64)
         counts = torch.cat([stream.row(t).clone() for t in range(plan.steps)]) * plan.strategy.column_norm
         own: Any = {"quantile": rule.quantile, "rate": rule.rate, "count_weight": rule.count_weight}
-        return reference.AdaptiveRun(*inputs, **shape, count_noise=counts, **own)
+        theta, gradients, noise = inputs
+        return reference.AdaptiveRun(theta, gradients, noise, count_noise=counts, **shape, **own)
     if isinstance(rule, dpoptim.NormalizedGradients):
         return reference.Run(*inputs, **shape, bound=functools.partial(reference.normalize, stability=rule.stability))
     places, start = {}, 0
