@@ -463,7 +463,7 @@ def test_sums_are_dropped_if_recomputing_fails(monkeypatch):
     model, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
 
-    def fail(batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
+    def fail(gradients: Any, rows: list[int], *bounds: Any) -> None:
         if rows:
             raise MemoryError
 

@@ -367,14 +367,15 @@ class PrivateMechanism:
         next_factor = self._next_clip_factor(clipped)
         self.step += 1  # before anything of the release can be seen
         self._last_processes = self._own_processes
-        self._set_clip_factor(next_factor)
+        if next_factor is not None:
+            self._set_clip_factor(next_factor)
         return released
 
-    def _next_clip_factor(self, clipped: Tensor) -> float:
-        """Release the share of clipped examples, with noise, and return the clip factor that follows from it."""
+    def _next_clip_factor(self, clipped: Tensor) -> float | None:
+        """If the clip norm is adaptive, release the noisy share of clipped examples; return the factor it leads to."""
         rule = self.plan.clipping
         if not isinstance(rule, AdaptiveClipNorm) or self._count_noise is None:
-            return self.clip_factor
+            return None
         weight = rule.count_weight * self.plan.clip_norm
         noisy = weight * float(clipped) + self._stddevs["gradient"] * float(self._count_noise.row(self.step))
         return rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size))
