@@ -14,10 +14,9 @@ import argparse
 import statistics
 from typing import Any
 
-import torch
-from learning_rates import SEEDS, TABLES, of_table, of_texts
-from options import add_json, add_write, at_least, one_line_errors, report, require_packages
-from record import heading, markdown_table, read_as, save, setting, write
+from learning_rates import SEEDS, main, of_table, of_texts
+from options import report
+from record import heading, markdown_table, save
 
 EPSILONS = (3.0, 8.0)
 CLIP_NORMS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -67,25 +66,5 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ("texts", *TABLES)
-    parser.add_argument("--tasks", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
-    parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="on the texts (default: 100)")
-    add_json(parser)
-    add_write(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "clipping.py", "tasks")
-    else:
-        require_packages(parser, "sklearn", "transformers")
-        record = {**setting("cpu", options.commit), "tasks": {}}
-        measure(options, record)
-    print(markdown(record))
-    write(options, record, markdown(record))
-
-
 if __name__ == "__main__":
-    main()
+    main("clipping.py", __doc__, measure, markdown)

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ NOISES: dict[str, dict[str, str]] = {
 RATES = {"texts": (5e-4, 2e-3, 8e-3), "mlp": (0.01, 0.03, 0.1, 0.3), "linear": (0.01, 0.03, 0.1, 0.3)}
 TABLES = ("breast cancer", "digits")
 EPSILON, SEEDS = 3.0, 2
+Measure = Callable[[argparse.Namespace, dict[str, Any]], None]
 
 
 def of_table(task: str, model: str, epsilon: float, **settings: Any) -> list[float]:
@@ -99,8 +101,9 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(maker: str, about: str | None, measure: Measure, markdown: Callable[[dict[str, Any]], str]) -> None:
+    """The command line of this script and of clipping.py, which have the same tasks."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ("texts", *TABLES)
     parser.add_argument("--tasks", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="on the texts (default: 100)")
@@ -110,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.earlier:
         with one_line_errors(parser):
-            record = read_as(options.earlier, "learning_rates.py", "tasks")
+            record = read_as(options.earlier, maker, "tasks")
     else:
         require_packages(parser, "sklearn", "transformers")
         record = {**setting("cpu", options.commit), "tasks": {}}
@@ -120,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("learning_rates.py", __doc__, measure, markdown)
