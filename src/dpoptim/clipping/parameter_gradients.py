@@ -300,7 +300,8 @@ class ParameterGradients:
     def weighted_sum_into(self, total: Tensor, weights: Tensor) -> None:
         """Write Σ_j weights[j]·g_j to `total`, which is contiguous and has the dtype of `weights`."""
         if self.outers:
-            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
+            may_cancel = not self.rows  # else `_by_parts` left out examples whose positions do
+            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix), may_cancel=may_cancel)
         else:
             total.zero_()
         if self.rows:

@@ -57,6 +57,12 @@ def outer_on_gpu(*tensors: Tensor | None) -> bool:
     return on_gpu(*tensors) and _has_tensor_descriptors()
 
 
+@functools.cache
+def has_wide_products() -> bool:
+    """Return whether torch can multiply bfloat16 matrices into float32."""
+    return "dtype" in torch.ops.aten.bmm.overloads()
+
+
 @contextlib.contextmanager
 def held_tables() -> Iterator[Any]:
     """Capture a graph in this context; keep the yielded tables, which its kernels read, as long as the graph."""

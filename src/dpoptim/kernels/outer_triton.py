@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dpoptim.kernels.choose import has_wide_products
+from dpoptim.kernels.norms import with_padding
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2, processors
 
 COLUMNS_TOGETHER = 1 << 12
@@ -73,8 +75,11 @@ def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols,
 
 
 @triton.jit(do_not_specialize=["examples", "share"])
-def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows, cols, tiles_across,
-                        BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+def _outer_weighted_sum(left, right, weights, out, largest, examples, share, blocks, rows, cols, tiles_across,
+                        IS_SECOND: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    if IS_SECOND:  # noqa: SIM102
+        if tl.load(largest) < float("inf"):  # the sum is there already
+            return
     tile = tl.program_id(0)
     row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
     down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
@@ -86,6 +91,22 @@ def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows
         sums = tl.where(weight != 0, sums + total * weight, sums)  # one instruction for each element
     place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
     tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
+
+
+@triton.jit
+def _weight_and_split(values, weights, high, low, positions, width, of_example, of_position, BW: tl.constexpr):
+    """weight·value as the exact sum of two bfloat16 numbers, for weights with 8 significant bits."""
+    example, position = (tl.program_id(0) // positions).to(tl.int64), tl.program_id(0) % positions
+    col = tl.program_id(1) * BW + tl.arange(0, BW)
+    inside = col < width
+    weight = tl.load(weights + example)
+    weight = (weight.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # rounded towards 0
+    value = tl.load(values + example * of_example + position * of_position + col, mask=inside, other=0.0)
+    product = tl.where(weight != 0, value.to(tl.float32) * weight, 0.0)
+    first = product.to(tl.bfloat16)
+    place = tl.program_id(0).to(tl.int64) * width + col
+    tl.store(high + place, first, mask=inside)
+    tl.store(low + place, (product - first.to(tl.float32)).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -210,6 +231,8 @@ def _sizes_for_squares(positions: int, rows: int, cols: int) -> tuple[int, ...]:
 def _sizes_for_scaled_squares(positions: int, rows: int, cols: int) -> tuple[int, ...]:
     if positions <= 16:
         return 64, 128, 16, 4, 6, 3
+    if positions <= 32:
+        return 64, 128, 32, 4, 4, 3
     return (128, 128, 64, 4, 3, 2) if cdiv(positions, 32) % 2 == 0 else (128, 128, 32, 4, 4, 2)
 
 
@@ -256,7 +279,8 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     tiles = _Tiles(left, right, _sizes_for_squares if scale is None else _sizes_for_scaled_squares)
     parts = min(4, tiles.high // 16)
     out = torch.empty(examples, tiles.count, parts, dtype=torch.float32, device=left.device)
-    group = _examples_together(tiles.count, examples, tiles.slots, most=32, overhead=0.5)
+    most = 256 if left.shape[1] <= 16 else 32
+    group = _examples_together(tiles.count, examples, tiles.slots, most=most, overhead=0.5)
     given = out if scale is None else scale.float().contiguous()
     _outer_squares[(tiles.count, cdiv(examples, group))](
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
@@ -299,12 +323,58 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
     is_direct = shares == 1 and out.dtype == torch.float32 and out.is_contiguous()
     sums = out if is_direct else torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
     _outer_weighted_sum[(tiles.count, shares)](
-        tiles.left, tiles.right, weights.float().contiguous(), sums, examples, share, tiles.blocks, rows, cols,
-        tiles.across, **tiles.constants, **tiles.options,
+        tiles.left, tiles.right, weights.float().contiguous(), sums, sums, examples, share, tiles.blocks, rows, cols,
+        tiles.across, IS_SECOND=False, **tiles.constants, **tiles.options,
     )  # fmt: skip
     if is_direct:
         return out
     return torch.sum(sums, 0, out=out) if out.dtype == torch.float32 else out.copy_(sums.sum(0))
+
+
+def split_is_faster(left: Tensor, right: Tensor, weights: Tensor) -> bool:
+    """Return whether `split_weighted_sum` works for these factors and is faster than `outer_weighted_sum`.
+
+    Tiles load 32 positions of an example at a time, and waste those that it does not have.
+    """
+    positions, rows, cols = left.shape[1], left.shape[2], right.shape[2]
+    if not 0 < 8 * positions < 7 * 32 * min(4, cdiv(positions, 32)) or rows * cols < 1 << 22:
+        return False
+    is_supported = left.dtype == right.dtype == torch.bfloat16 and weights.dtype == torch.float32
+    broad = right if left.shape[2] < right.shape[2] else left
+    return is_supported and with_padding(broad).is_contiguous() and has_wide_products()
+
+
+def split_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """`outer_weighted_sum` by two ordinary matrix products: the weights lose all but their first 8 bits.
+
+    Then weight·factor is the exact sum of two bfloat16 numbers. Products round the sum over all examples, not each
+    example's: nothing bounds that error where an example's positions cancel.
+    """
+    narrow, broad = (left, right) if left.shape[2] < right.shape[2] else (right, left)
+    examples, positions, width = narrow.shape
+    narrow = narrow if narrow.stride(2) == 1 else narrow.contiguous()
+    high, low = torch.empty(2, examples * positions, width, dtype=torch.bfloat16, device=narrow.device)
+    block = min(1024, next_power_of_2(width))
+    weights = weights.contiguous()
+    _weight_and_split[(examples * positions, cdiv(width, block))](
+        narrow, weights, high, low, positions, width, narrow.stride(0), narrow.stride(1), BW=block
+    )
+    flat = with_padding(broad).flatten(0, 1)  # aligned rows, which products of matrices need to be fast
+    first, second = ((part.T, flat) if narrow is left else (flat.T, part) for part in (high, low))
+    shape = first[0].shape[0], first[1].shape[1]
+    total = out if out.shape == shape else out.new_empty(shape)
+    torch.mm(*first, out_dtype=torch.float32, out=total)
+    torch.addmm(total, *second, out_dtype=torch.float32, out=total)
+    if total is not out:
+        out.copy_(total[: left.shape[2], : right.shape[2]])
+    # A weight of 0 does not remove what is not finite. Then the sum is made again from tiles.
+    tiles = _Tiles(left, right, _sizes_for_sums)
+    largest = torch.linalg.vector_norm(out, ord=torch.inf)
+    _outer_weighted_sum[(tiles.count, 1)](
+        tiles.left, tiles.right, weights, out, largest, examples, examples, tiles.blocks, tiles.rows, tiles.cols,
+        tiles.across, IS_SECOND=True, **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return out
 
 
 def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None, values: Tensor | None) -> Tensor:
