@@ -118,7 +118,7 @@ SIZES = {
                   epsilons=(TUNED_AT,), seeds=1, timed=8, modes=("hooks",)),
     "small": Size(models=("scattering",), search_examples=8_000, final_examples=10_000, batch_size=1_000, epochs=20,
                   every=3, epsilons=(TUNED_AT,), seeds=2, timed=10),
-    "paper": Size(),
+    "paper": Size(every=2),
 }  # fmt: skip
 
 
