@@ -102,7 +102,7 @@ class TestPlan:
         assert {cell["epsilon"] for cell in PAPER.search_cells() if "epsilon" in cell} == {3.0}
 
     def test_final_runs_wait_for_the_search_and_take_the_best(self):
-        lines = searched([80.0] * 7 + [81.0, 81.0] + [79.0] * 6, [1.0] * 7 + [0.9, 0.8] + [None] * 6)
+        lines = searched([80.0] * 3 + [81.0, 81.0] + [79.0] * 3, [1.0] * 3 + [0.9, 0.8] + [None] * 3)
         assert PAPER.final_cells(lines[:-1]) == []
         cells = PAPER.final_cells(lines)
         assert [(cell["seed"], cell["epsilon"]) for cell in cells] == [
@@ -119,7 +119,7 @@ class TestPlan:
         lines = [{"cell": cell, "result": result} for cell, result in zip(cells, results, strict=True)]
         assert fastest(lines) == {("cnn", "opacus_dp_sgd"): results[2]}
         search = [c for c in PAPER.search_cells() if (c["model"], c["row"]) == ("cnn", "opacus_dp_sgd")]
-        assert estimate(search, lines) == pytest.approx(15 * (2 + 400 * 0.002))
+        assert estimate(search, lines) == pytest.approx(8 * (2 + 400 * 0.002))
         assert estimate(search, lines) == estimate([*search, cells[0]], lines)
 
 
