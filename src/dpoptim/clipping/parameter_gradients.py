@@ -7,7 +7,6 @@ outside `dpoptim.clipping` may import this file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -212,15 +211,19 @@ class ParameterGradients:
 
     def _one_position(self, scale: Tensor | None) -> Tensor:
         """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are scaled to size 1 first, so that no square underflows."""
-        (left, left_size), (right, right_size) = (
-            _to_size_one(wide(factor), always=scale is not None) for factor in self._factors()
-        )
+        left, right = self._factors()
         if scale is None:
-            squared = norms.squares(left, None) * norms.squares(right, None)
-        else:
-            left, right = left[:, 0].double(), right[:, 0].double()  # their squares could vanish in float32
-            squared = ((left.square() @ scale.double().square()) * right.square()).sum(1)
-        return squared * (left_size * right_size).square()
+            (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in (left, right))
+            return norms.squares(left, None) * norms.squares(right, None) * (left_size * right_size).square()
+        squared_scale, total = scale.double().square(), torch.empty(len(left), dtype=torch.float64, device=left.device)
+        # On a CPU, take so few examples at a time that they stay in the cache.
+        together = (1 << 18) // right.shape[2] + 1 if left.device.type == "cpu" else len(left)
+        for own, *factors in zip(*(part.split(together) for part in (total, left, right)), strict=True):
+            (one, one_size), (other, other_size) = (_to_size_one(wide(factor), always=True) for factor in factors)
+            one, other = one[:, 0].double(), other[:, 0].double()  # their squares could vanish in float32
+            squares = ((one.square() @ squared_scale) * other.square()).sum(1)
+            torch.mul(squares, (one_size * other_size).square(), out=own)
+        return total
 
     def _by_gram(self) -> Tensor:
         """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish."""
@@ -351,7 +354,7 @@ class ParameterGradients:
 
 def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Divide each example's factors by their largest entry or length if squares could overflow or vanish, or always."""
-    size = torch.linalg.vector_norm(factors, ord=math.inf, dim=(1, 2)) if lengths is None else lengths.amax(1)
+    size = factors.abs().amax((1, 2)) if lengths is None else lengths.amax(1)
     size = torch.where(size > 0, size, 1.0)
     if not always and bool(((size > 1e-6) & (size < 1e6)).all()):
         return factors, torch.ones_like(size, dtype=torch.float64)

@@ -26,10 +26,16 @@ class RecordSchema:
         self._name = name
         self._columns = None if columns is None else frozenset(columns)
         self._schema: dict[Any, str] | None = None
+        self._signature: Any = None  # of the last record
 
     def check(self, place: int, record: Any) -> None:
         """Refuse a record whose schema differs from that of earlier records, without printing any of its values."""
-        schema = self._of(record)
+        signature = _signature(record)
+        if signature != self._signature:
+            self._compare(place, self._of(record))
+            self._signature = signature
+
+    def _compare(self, place: int, schema: dict[Any, str]) -> None:
         if self._schema is None:
             self._schema = schema
         if schema == self._schema:
@@ -76,6 +82,25 @@ def collate_checked(collate: Callable[[list[Any]], Any], records: list[Any]) -> 
     if isinstance(records, list):  # otherwise the dataset has made the batch
         check_records("a batch of dataset", records)
     return collate(records)
+
+
+def _signature(value: Any) -> Any:
+    """Something cheap that is equal only for records with equal schemas."""
+    kind = type(value)
+    if kind is Tensor:
+        return value.dtype, value.ndim
+    if kind in _SCALARS:
+        return kind
+    if kind is list:
+        return list, frozenset(map(type, value))
+    if kind is tuple:
+        return tuple(map(_signature, value))
+    if kind is dict:
+        return dict, *value, *map(_signature, value.values())
+    return object()
+
+
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def _kind(value: Any) -> str:
