@@ -79,5 +79,5 @@ def _check(folder: str, device: str) -> None:
 
 
 EXPERIMENT = Experiment(
-    name=NAME, run=run, markdown=report.markdown, pictures=report.pictures, table=report.accuracy_tables
+    name=NAME, run=run, markdown=report.markdown, pictures=report.pictures, table=report.short_tables
 )

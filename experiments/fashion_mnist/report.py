@@ -43,6 +43,20 @@ def accuracy_tables(lines: Sequence[Line]) -> str:
     )
 
 
+def short_tables(lines: Sequence[Line]) -> str:
+    """For each model, accuracy and time alone."""
+    tables = []
+    for model in _models(lines):
+        epsilons, rows, times = _epsilons(lines, model), [], fastest(lines)
+        for row in ROWS:
+            found, ms = accuracies(lines, model, row.name), times.get((model, row.name), {}).get("ms_per_step")
+            shown = [_shown(found.get(0.0 if row.library == "PyTorch" else epsilon)) for epsilon in epsilons]
+            rows.append([row.label, *shown, number(ms, 2)])
+        titles = [MODELS[model].label, *(f"ε = {epsilon:g}" for epsilon in epsilons), "ms per step"]
+        tables.append(table(titles, rows))
+    return "\n\n".join(tables)
+
+
 def accuracies(lines: Sequence[Line], model: str, row: str) -> dict[float, list[float]]:
     """Test accuracies, seed by seed, by ε (0 stands for no privacy)."""
     found: dict[float, list[float]] = {}
@@ -105,7 +119,9 @@ def _setting(row: Row, cell: Mapping[str, Any]) -> str:
 
 
 def _models(lines: Sequence[Line]) -> list[str]:
-    return [model for model in MODELS if any(line["cell"]["model"] == model for line in lines)]
+    """The models with final runs, or all models if there are none yet."""
+    seen = {line["cell"]["model"] for line in of(lines, "final") or lines}
+    return [model for model in MODELS if model in seen]
 
 
 def _epsilons(lines: Sequence[Line], model: str) -> list[float]:

@@ -44,10 +44,11 @@ def test_the_page_matches_the_results(name):
     assert between_marks(name) == one.markdown(lines_of(one, RESULTS))
 
 
-def test_the_summary_shows_the_table_of_the_results():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    begin, end = (f"<!-- {at} tinybert table -->" for at in WORDS)
-    one = experiment("tinybert")
+@pytest.mark.parametrize(("page", "name"), [("results.md", "tinybert"), ("from-opacus.md", "fashion_mnist")])
+def test_the_documentation_shows_the_table_of_the_results(page, name):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    begin, end = (f"<!-- {at} {name} table -->" for at in WORDS)
+    one = experiment(name)
     assert one.table is not None
     assert text.split(f"{begin}\n")[1].split(f"\n{end}")[0] == one.table(lines_of(one, RESULTS))
 
