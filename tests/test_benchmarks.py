@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
+from dpoptim.app.demo import demonstration
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -196,3 +198,30 @@ def test_tables_are_trained_with_the_defaults(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["tables.py", "--from", str(record), "--write", str(again)])
     tables.main()
     assert again.read_text() == table.read_text()
+
+
+@pytest.mark.slow
+def test_synthetic_abstracts_are_written_and_compared(tmp_path):
+    record, page, again = tmp_path / "record.json", tmp_path / "page.md", tmp_path / "again.md"
+    command = [sys.executable, str(BENCHMARKS / "synthetic_abstracts.py")]
+    sizes = [
+        "--tiny",
+        "--pretraining-steps",
+        "4",
+        "--each",
+        "2",
+        "--epsilons",
+        "8",
+        "--lora-rank",
+        "2",
+        "--epochs",
+        "1",
+    ]
+    places = ["--tokenizer", str(demonstration.MODEL), "--work", str(tmp_path / "work"), "--device", "cpu"]
+    subprocess.run([*command, *sizes, *places, "--json", str(record), "--write", str(page)], check=True, timeout=300)
+    (run,) = json.loads(record.read_text())["runs"]
+    assert run["scores"]["accuracy"]["training"] > run["scores"]["accuracy"]["most common label"]
+    rows = (tmp_path / "work" / "synthetic_8.jsonl").read_text().splitlines()
+    assert len(rows) == run["texts"] == 2 * len({json.loads(row)["label"] for row in rows})
+    subprocess.run([*command, "--from", str(record), "--write", str(again)], check=True, timeout=60)
+    assert again.read_text() == page.read_text()
