@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 EXAMPLES = 5
@@ -281,6 +282,13 @@ def _language_model(model: nn.Module) -> Case:
     return Case(model, loss_fn, {"input_ids": _ids(61, 9), "attention_mask": mask, "labels": _ids(61, 9)})
 
 
+def _normalized_attention() -> Case:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    weight_norm(layer.linear1)
+    weight_norm(layer.self_attn.out_proj)
+    return Case(layer, squares, _inputs(7, 8))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "linear 2-D": lambda: Case(nn.Linear(6, 4), squares, _inputs(6)),
     "linear 3-D": lambda: Case(nn.Linear(6, 4), squares, _inputs(7, 6)),
@@ -336,6 +344,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "lstm with projection": lambda: Case(nn.LSTM(4, 6, proj_size=3, batch_first=True), squares, _inputs(7, 4)),
     "gru": lambda: Case(nn.GRU(4, 6, batch_first=True, bias=False), squares, _inputs(7, 4)),
     "rnn": lambda: Case(nn.RNN(4, 6, nonlinearity="relu", batch_first=True), squares, _inputs(7, 4)),
+    "weight norm": lambda: Case(
+        nn.Sequential(weight_norm(nn.Conv1d(4, 6, 3)), nn.Tanh(), weight_norm(nn.Linear(7, 3))), squares, _inputs(4, 9)
+    ),
+    "spectral norm in eval": lambda: Case(spectral_norm(nn.Linear(6, 4, bias=False)).eval(), squares, _inputs(7, 6)),
+    "orthogonal": lambda: Case(nn.Sequential(orthogonal(nn.Linear(6, 6)), nn.Tanh()), squares, _inputs(7, 6)),
+    "attention with weight norm inside": _normalized_attention,
     "bias only": lambda: Case(nn.Sequential(Bias(6), nn.Tanh()), squares, _inputs(7, 6)),
     "bare parameters": lambda: Case(BareParameters(), squares, _inputs(7, 4)),
     "tied": lambda: Case(Tied(), squares, _ids(11, 6)),

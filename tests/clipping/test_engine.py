@@ -172,14 +172,16 @@ class TestRefusals:
             (nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
             (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
             (nn.EmbeddingBag(4, 3), "bags"),
-            (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), r"remove_parametrizations\(layer, 'weight'\)"),
-            (nn.utils.spectral_norm(nn.Linear(3, 3)), r"\(SpectralNorm\).*torch\.nn\.utils\.remove_spectral_norm"),
+            (
+                nn.utils.spectral_norm(nn.Linear(3, 3)),
+                r"\(SpectralNorm\).*use torch\.nn\.utils\.parametrizations\.spectral_norm",
+            ),
             (
                 prune.random_unstructured(nn.Conv1d(3, 3, 1), "bias", 1),
                 r"\(RandomUnst.*utils\.prune\.remove, or freeze",
             ),
         ],
-        ids=["instance norm", "max_norm", "frequency", "bag", "weight norm", "spectral norm", "pruned"],
+        ids=["instance norm", "max_norm", "frequency", "bag", "spectral norm", "pruned"],
     )
     def test_layers_that_mix(self, layer, words):
         with pytest.raises(ValueError, match=words):
@@ -188,7 +190,9 @@ class TestRefusals:
     @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
     def test_weight_norm_as_a_hook(self):
         layer = nn.utils.weight_norm(nn.Linear(3, 3))
-        with pytest.raises(ValueError, match=r"layer '0' \(Linear\).*\(WeightNorm\).*remove_weight_norm, or freeze"):
+        with pytest.raises(
+            ValueError, match=r"layer '0' \(Linear\).*\(WeightNorm\).*parametrizations\.weight_norm, or freeze"
+        ):
             attached(nn.Sequential(layer))
         layer.requires_grad_(False)
         attached(nn.Sequential(layer, nn.Linear(3, 2)))

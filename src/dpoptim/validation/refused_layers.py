@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 _COMPUTING_HOOKS = {
-    WeightNorm: "remove_weight_norm", SpectralNorm: "remove_spectral_norm", BasePruningMethod: "prune.remove"
-}  # fmt: skip
+    WeightNorm: "use torch.nn.utils.parametrizations.weight_norm",
+    SpectralNorm: "use torch.nn.utils.parametrizations.spectral_norm",
+    BasePruningMethod: "make it a parameter again with torch.nn.utils.prune.remove",
+}
 
 
 def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
@@ -45,19 +46,13 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
                 f"{label} has complex parameters, whose gradients would lose their imaginary part. Use a real "
                 "parameter and torch.view_as_complex in the forward"
             )
-        if parametrize.is_parametrized(module):
-            computed = next(iter(module.parametrizations))
-            raise ValueError(
-                f"{label} has a parametrization of {computed!r}, whose per-example gradients cannot be seen; remove it "
-                f"with torch.nn.utils.parametrize.remove_parametrizations(layer, {computed!r})"
-            )
         sources = [p for own, p in module.named_parameters(recurse=False) if own.endswith(("_orig", "_g", "_v"))]
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, tuple(_COMPUTING_HOOKS))]
         if hooks and any(p.requires_grad for p in sources):
-            remove = next(name for kind, name in _COMPUTING_HOOKS.items() if isinstance(hooks[0], kind))
+            fix = next(text for kind, text in _COMPUTING_HOOKS.items() if isinstance(hooks[0], kind))
             raise ValueError(
                 f"{label} computes a weight in each forward ({type(hooks[0]).__name__}), so its per-example gradients "
-                f"cannot be seen; make it a parameter again with torch.nn.utils.{remove}, or freeze the layer"
+                f"cannot be seen; {fix}, or freeze the layer"
             )
     return watches
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 @contextlib.contextmanager
@@ -22,6 +23,32 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def steady(module: nn.Module, *, update: bool) -> Iterator[None]:
+    """Keep the state of parametrizations, such as the vectors of a spectral norm; with `update`, change it once first.
+
+    They read parameters only, so one update stands for those of all examples.
+    """
+    computed = [
+        own
+        for part in module.modules()
+        if parametrize.is_parametrized(part)
+        for own in cast(nn.ModuleDict, part.parametrizations).values()
+    ]
+    if update:
+        with torch.no_grad():
+            for one in computed:
+                one()
+    modes = [(part, part.training) for one in computed for part in one.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpoptim.clipping.layers.attention import attention
 from dpoptim.clipping.layers.convolution import convolution
@@ -96,12 +97,14 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     inside_generic: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        rule = own_rule(module)
+        parts: Any = module.modules() if isinstance(module, nn.MultiheadAttention) else [module]
+        is_computed = any(is_parametrized(part) and any_trainable(part.parametrizations) for part in parts)
+        rule = None if is_computed else own_rule(module)
         rewrites = rule in _REWRITTEN.values() and (rule in _OF_DEBERTA or any_trainable(module))
-        if module in inside_generic or not (own or rewrites):
+        if module in inside_generic or not (own or rewrites or is_computed):
             continue
         if rule is None:  # the generic rule runs everything inside the module
-            if all(id(parameter) in ruled for parameter in own):
+            if not is_computed and all(id(parameter) in ruled for parameter in own):
                 continue  # its parameters belong to other layers too, as the decoder bias of a masked-LM head does
             if isinstance(module, nn.ParameterList | nn.ParameterDict):  # has no forward
                 raise ValueError(

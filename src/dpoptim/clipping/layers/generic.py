@@ -1,7 +1,6 @@
 """The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with its own parameters.
 
-The copies are views, and their gradients are the per-example gradients. The first call of each module is compared with
-its own forward.
+The copies are views; their gradients are the per-example gradients. A first call is compared with the own forward.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dpoptim.clipping.gradient_factors import Materialized
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
 from dpoptim.validation.model_check import batch_axis
-from dpoptim.validation.temporary_changes import in_eval_mode
+from dpoptim.validation.temporary_changes import in_eval_mode, steady
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """The argument axes for which each module has been compared with its own forward."""
@@ -76,13 +75,21 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
 
     def run(parameters: dict[str, Tensor]) -> Any:
         run_all = vmap(one_example, in_dims=(0, *batched_axes), randomness="different")
-        first_output, *others = run_all(parameters, *batched)
+        try:
+            first_output, *others = run_all(parameters, *batched)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"layer '{name}' ({type(module).__name__}) has no specific rule and cannot run one example at a time "
+                f"by torch.func.vmap ({str(error).splitlines()[0]}). Freeze it, or use layers that have a rule"
+            ) from error
         tensors = iter([first_output.movedim(0, examples_axis), *others])
         are_tensors, spec = output_structure
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
 
-    with plain(sink), torch.backends.cudnn.flags(enabled=False):
+    with plain(sink), steady(module, update=not sink.checking), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
         is_new = kind not in checked or axes != guessed  # a shared argument may hold examples now
@@ -125,15 +132,9 @@ def _check(
     run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
 ) -> None:
     """Refuse a module whose result changes when its examples run one at a time."""
-    try:
-        with in_eval_mode(module):
-            expected = type(module).forward(module, *args, **kwargs)
-            got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) has no specific rule and cannot run one example at a time by "
-            f"torch.func.vmap ({str(error).splitlines()[0]}). Freeze it, or build it from layers that have a rule"
-        ) from error
+    with in_eval_mode(module):
+        expected = type(module).forward(module, *args, **kwargs)
+        got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
