@@ -13,12 +13,17 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 SOURCE = "https://github.com/dpoptim/dpoptim/blob/main/"
-FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+FROM_ROOT = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+}
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add README.md, CHANGELOG.md and CONTRIBUTING.md as pages."""
+    """Add the pages of the repository's root."""
     for page, name in FROM_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
