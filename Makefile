@@ -1,5 +1,6 @@
-# make demo | test | test-all | lint | types | docs | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
-# when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
+# make demo | test | test-all | lint | types | docs | notebooks | bench | bench-all | clean | help: each sets up what it
+# needs in .venv, and does so again when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a
+# new .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types docs bench bench-all clean
+.PHONY: help demo test test-all lint types docs notebooks bench bench-all clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
 	@echo "make test-all    every test that needs no GPU, including the slow ones"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
+	@echo "make notebooks   execute docs/notebooks and store their outputs, in about a minute (ARGS=FILE for one of them)"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
 	@echo "make bench   time a private step beside a non-private one; a few minutes"
@@ -36,6 +38,9 @@ test-all: test
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+notebooks: $(VENV)/.dev
+	@$(BIN)/python -m tests.notebooks $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
