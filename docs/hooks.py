@@ -1,8 +1,9 @@
-"""MkDocs hooks: pages from the repository's root, links out of docs/, and a check of the API reference."""
+"""MkDocs hooks: pages from the repository's root, notebooks, links out of docs/, and a check of the API reference."""
 
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -23,10 +24,30 @@ LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root."""
+    """Add the pages of the repository's root and the notebooks."""
     for page, name in FROM_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=as_markdown(notebook)))
     return files
+
+
+def as_markdown(notebook: Path) -> str:
+    """Return a notebook as a page: its text, its code, and the outputs that are stored in it."""
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/png" in data:
+                png = data["image/png"].strip()
+                parts.append(f'<img class="output" alt="What the code draws" src="data:image/png;base64,{png}">')
+            else:
+                parts.append("```{ .text .output .no-copy }\n" + "".join(data["text/plain"]).rstrip() + "\n```")
+    title, *rest = parts
+    download = f'<a href="{notebook.name}" download>Download this notebook</a>'
+    return "\n\n".join([title, download, *rest])
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -40,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if target in pages:
             inside = pages[target]
         elif target.startswith("docs/"):
-            inside = target.removeprefix("docs/")
+            inside = re.sub(r"\.ipynb$", ".md", target.removeprefix("docs/"))
         elif (ROOT / target).exists():
             return f"{match[1]}{SOURCE}{target}{match[3] or ''})"
         else:
