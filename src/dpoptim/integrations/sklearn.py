@@ -156,7 +156,7 @@ class DPClassifier(_Classifier, _DPEstimator):
         learning_rate: The largest learning rate. Defaults to 0.1, or 0.03 with independent noise.
         clip_norm: The bound on the norm of one example's gradient. Defaults to 3 for "mlp" and 1 for "linear".
         noise: The kind of noise, as in `dpoptim train`.
-        sampling: As in `dpoptim train`, but "auto" by default: batches are secret if the noise has a proof for it.
+        sampling: As in `dpoptim train`; with "auto", batches are secret if the noise has a proof for it.
         adjacency: "zero_out" or "replace": which datasets are neighbours. The number of examples is public.
         random_state: The seed of the starting weights. Noise and batches are secret and never repeat.
 
