@@ -225,3 +225,21 @@ def test_sums_over_few_rows_by_products(count, rows):
     values = torch.randn(count, 5, dtype=torch.float64, generator=generator)
     expected = torch.zeros(rows, 5, dtype=torch.float64).index_add_(0, ids, values)
     close(norms._summed_rows(ids, values, rows), expected, 1e-12)
+
+
+def test_weights_are_cut_towards_zero():
+    weights = torch.cat([torch.rand(1000, generator=torch.Generator().manual_seed(3)), torch.tensor([0.0, 1.0, 1e-30])])
+    short = norms.cut(weights)
+    assert bool(((short <= weights) & (short > 0.992 * weights)).logical_or(weights == 0).all())
+    assert torch.equal(short, short.bfloat16().float())
+    assert short[-3:].tolist()[:2] == [0.0, 1.0]
+
+
+def test_a_product_with_a_cut_weight_is_the_sum_of_two_bfloat16_numbers():
+    generator = torch.Generator().manual_seed(4)
+    weights, factors = norms.cut(torch.rand(50_000, generator=generator)), torch.randn(50_000, generator=generator)
+    factors = factors.bfloat16().float()
+    product = weights.double() * factors.double()
+    high = product.float().bfloat16().double()
+    low = (product - high).float().bfloat16().double()
+    assert torch.equal(high + low, product)

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from dpoptim import kernels
 from dpoptim.kernels import normalization, norms
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 from tests.kernels.test_norms import check_first_left_out, check_square_sums, check_weighted_sums, close, made
@@ -94,34 +93,24 @@ class TestOuterWeightedSum:
         left = gap[..., :rows]
         left.copy_(made(examples, positions, rows, device=DEVICE))
         right = made(examples, positions, cols, seed=1, dtype=torch.bfloat16, device=DEVICE)
-        weights = made(examples, seed=2, dtype=torch.float32, device=DEVICE).abs()
-        short = (weights.view(torch.int32) & -65536).view(torch.float32)
-        assert bool(((short <= weights) & (short > 0.992 * weights)).all())
+        weights = norms.cut(made(examples, seed=2, dtype=torch.float32, device=DEVICE).abs())
         each = left.double().mT @ right.double()
         out = torch.full((rows, cols), torch.nan, device=DEVICE)
-        found = kernels.outer_triton.split_weighted_sum(left, right, weights, out)
-        assert found is out
-        close(out, torch.einsum("j,jrc->rc", short.double(), each), 3e-6)
+        assert norms.outer_weighted_sum(left, right, weights, out, split=True) is out
+        close(out, torch.einsum("j,jrc->rc", weights.double(), each), 3e-6)
         once = out.clone()
-        assert torch.equal(once, kernels.outer_triton.split_weighted_sum(left, right, weights, out))
+        assert torch.equal(once, norms.outer_weighted_sum(left, right, weights, out, split=True))
         weights[0] = 0
         left[0, 0, 3], right[0, 0, 7] = torch.nan, -torch.inf
-        kernels.outer_triton.split_weighted_sum(left, right, weights, out)
+        norms.outer_weighted_sum(left, right, weights, out, split=True)
         close(out, torch.einsum("j,jrc->rc", weights[1:].double(), each[1:]), 3e-6)
 
-    @pytest.mark.skipif(IS_INTERPRETED, reason="torch multiplies bfloat16 into float32 only on GPUs")
+    @pytest.mark.skipif(IS_INTERPRETED, reason="tensor cores take bfloat16")
     @pytest.mark.parametrize(("positions", "is_split"), [(5, True), (38, True), (77, True), (32, False), (130, False)])
     def test_is_split_if_tiles_would_waste_positions(self, positions, is_split):
-        left = made(8, positions, 40_001, dtype=torch.bfloat16, device=DEVICE)
+        left = made(8, positions, 40_008, dtype=torch.bfloat16, device=DEVICE)[..., :40_001]
         right = made(8, positions, 128, seed=1, dtype=torch.bfloat16, device=DEVICE)
-        left = torch.nn.functional.pad(left, (0, 7))[..., :40_001]
-        weights = torch.full((8,), 1 + 2**-9, device=DEVICE)  # becomes 1 if it is cut to 8 bits
-        total = torch.einsum("jtr,jtc->rc", left.double(), right.double())
-        out = torch.empty(40_001, 128, device=DEVICE)
-        norms.outer_weighted_sum(left, right, weights, out, may_cancel=False)
-        close(out, total * (1 if is_split else weights[0].double()), 3e-6)
-        norms.outer_weighted_sum(left, right, weights, out)
-        close(out, total * weights[0].double(), 1e-6)
+        assert norms.split_is_faster(left, right, torch.ones(8, device=DEVICE)) == is_split
 
 
 @needs_triton

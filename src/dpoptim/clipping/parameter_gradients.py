@@ -163,7 +163,7 @@ class ParameterGradients:
             case NormMethod.TILES:
                 return norms.outer_squares(*self._factors(), self._as_matrix(scale))
             case NormMethod.ONE_POSITION:
-                return self._one_position(self._as_matrix(scale))
+                return norms.one_position_squares(*self._factors(), self._as_matrix(scale))
             case NormMethod.GRAM:
                 return self._by_gram()
             case NormMethod.GRAM_ON_GPU:
@@ -209,22 +209,6 @@ class ParameterGradients:
         )
         return sum(others, first)
 
-    def _one_position(self, scale: Tensor | None) -> Tensor:
-        """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are scaled to size 1 first, so that no square underflows."""
-        left, right = self._factors()
-        if scale is None:
-            (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in (left, right))
-            return norms.squares(left, None) * norms.squares(right, None) * (left_size * right_size).square()
-        squared_scale, total = scale.double().square(), torch.empty(len(left), dtype=torch.float64, device=left.device)
-        # On a CPU, take so few examples at a time that they stay in the cache.
-        together = (1 << 18) // right.shape[2] + 1 if left.device.type == "cpu" else len(left)
-        for own, *factors in zip(*(part.split(together) for part in (total, left, right)), strict=True):
-            (one, one_size), (other, other_size) = (_to_size_one(wide(factor), always=True) for factor in factors)
-            one, other = one[:, 0].double(), other[:, 0].double()  # their squares could vanish in float32
-            squares = ((one.square() @ squared_scale) * other.square()).sum(1)
-            torch.mul(squares, (one_size * other_size).square(), out=own)
-        return total
-
     def _by_gram(self) -> Tensor:
         """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish."""
         # Let M hold the products r_t·r_u of the narrower factor, and let L be the broader factor. The sum equals
@@ -235,8 +219,8 @@ class ParameterGradients:
             narrow, broad, lengths = right, left, known
         else:
             narrow, broad, lengths = left, right, None
-        narrow, narrow_size = _to_size_one(narrow)
-        broad, broad_size = _to_size_one(broad, lengths=lengths)
+        narrow, narrow_size = norms.to_size_one(narrow)
+        broad, broad_size = norms.to_size_one(broad, lengths=lengths)
         gram = narrow @ narrow.mT
         squared = norms.quadratic_forms(gram, broad)
         if lengths is None:
@@ -303,8 +287,10 @@ class ParameterGradients:
     def weighted_sum_into(self, total: Tensor, weights: Tensor) -> None:
         """Write Σ_j weights[j]·g_j to `total`, which is contiguous and has the dtype of `weights`."""
         if self.outers:
-            may_cancel = not self.rows  # else `_by_parts` left out examples whose positions do
-            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix), may_cancel=may_cancel)
+            # Beside look-ups, weights are 0 where positions cancel, and ordinary products may make the sum.
+            split = bool(self.rows) and norms.split_is_faster(*self._factors(), weights)
+            weights = norms.cut(weights) if split else weights  # the same ones for look-ups
+            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix), split=split)
         else:
             total.zero_()
         if self.rows:
@@ -350,12 +336,3 @@ class ParameterGradients:
             block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
         assert block is not None
         return block
-
-
-def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Divide each example's factors by their largest entry or length if squares could overflow or vanish, or always."""
-    size = factors.abs().amax((1, 2)) if lengths is None else lengths.amax(1)
-    size = torch.where(size > 0, size, 1.0)
-    if not always and bool(((size > 1e-6) & (size < 1e6)).all()):
-        return factors, torch.ones_like(size, dtype=torch.float64)
-    return factors / size[:, None, None], size.double()

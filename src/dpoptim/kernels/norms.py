@@ -114,6 +114,30 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     return squares(wide(left).mT @ wide(right), scale)
 
 
+def one_position_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    """`outer_squares` for one position: Σ scale²·left²·right², of factors of size 1, so that no square underflows."""
+    if scale is None:
+        (left, left_size), (right, right_size) = (to_size_one(wide(factor)) for factor in (left, right))
+        return squares(left, None) * squares(right, None) * (left_size * right_size).square()
+    squared_scale, total = scale.double().square(), torch.empty(len(left), dtype=torch.float64, device=left.device)
+    # On a CPU, take so few examples at a time that they stay in the cache.
+    together = (1 << 18) // max(1, right.shape[2]) + 1 if left.device.type == "cpu" else len(left)
+    for own, *factors in zip(*(part.split(together) for part in (total, left, right)), strict=True):
+        (one, one_size), (other, other_size) = (to_size_one(wide(factor), always=True) for factor in factors)
+        one, other = one[:, 0].double(), other[:, 0].double()  # their squares could vanish in float32
+        torch.mul(((one.square() @ squared_scale) * other.square()).sum(1), (one_size * other_size).square(), out=own)
+    return total
+
+
+def to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Divide each example's factors by their largest entry or length if squares could overflow or vanish, or always."""
+    size = factors.abs().amax((1, 2)) if lengths is None else lengths.amax(1)
+    size = torch.where(size > 0, size, 1.0)
+    if not always and bool(((size > 1e-6) & (size < 1e6)).all()):
+        return factors, torch.ones_like(size, dtype=torch.float64)
+    return factors / size[:, None, None], size.double()
+
+
 def gram_on_gpu(positions: int, *factors: Tensor) -> bool:
     """Return whether `gram_squares` is faster than `outer_squares` for these pairs of factors on a GPU."""
     if any(factor.dtype != torch.bfloat16 for factor in factors):
@@ -156,18 +180,28 @@ def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     return total
 
 
+def split_is_faster(left: Tensor, right: Tensor, weights: Tensor) -> bool:
+    """Return whether `outer_weighted_sum` is faster with `split`."""
+    return outer_on_gpu(left, right, weights) and kernels.outer_triton.split_is_faster(left, right, weights)
+
+
+def cut(weights: Tensor) -> Tensor:
+    """Weights with 8 significant bits, at most 0.8 % smaller."""
+    return (weights.view(torch.int32) & -65536).view(torch.float32)
+
+
 def outer_weighted_sum(
-    left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None, *, may_cancel: bool = True
+    left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None, *, split: bool = False
 ) -> Tensor:
     """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`, written to `out` if given.
 
-    If positions of examples with a weight do not cancel, on a GPU their weights may be up to 0.8 % smaller.
+    With `split`, on a GPU, weights must have been cut, and rounding is small only where positions do not cancel.
     """
+    if split:
+        assert out is not None
+        return kernels.outer_triton.split_weighted_sum(left, right, weights, out)
     if outer_on_gpu(left, right, weights):
-        triton = kernels.outer_triton
-        if not may_cancel and out is not None and triton.split_is_faster(left, right, weights):
-            return triton.split_weighted_sum(left, right, weights, out)
-        return triton.outer_weighted_sum(left, right, weights, out)
+        return kernels.outer_triton.outer_weighted_sum(left, right, weights, out)
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]

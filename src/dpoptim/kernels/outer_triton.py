@@ -95,12 +95,11 @@ def _outer_weighted_sum(left, right, weights, out, largest, examples, share, blo
 
 @triton.jit
 def _weight_and_split(values, weights, high, low, positions, width, of_example, of_position, BW: tl.constexpr):
-    """weight·value as the exact sum of two bfloat16 numbers, for weights with 8 significant bits."""
+    """weight·value as the exact sum of two bfloat16 numbers; the weights have 8 significant bits."""
     example, position = (tl.program_id(0) // positions).to(tl.int64), tl.program_id(0) % positions
     col = tl.program_id(1) * BW + tl.arange(0, BW)
     inside = col < width
     weight = tl.load(weights + example)
-    weight = (weight.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # rounded towards 0
     value = tl.load(values + example * of_example + position * of_position + col, mask=inside, other=0.0)
     product = tl.where(weight != 0, value.to(tl.float32) * weight, 0.0)
     first = product.to(tl.bfloat16)
@@ -345,9 +344,9 @@ def split_is_faster(left: Tensor, right: Tensor, weights: Tensor) -> bool:
 
 
 def split_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """`outer_weighted_sum` by two ordinary matrix products: the weights lose all but their first 8 bits.
+    """`outer_weighted_sum` by two ordinary matrix products, for weights with 8 significant bits.
 
-    Then weight·factor is the exact sum of two bfloat16 numbers. Products round the sum over all examples, not each
+    For them, weight·factor is the exact sum of two bfloat16 numbers. Products round the sum over all examples, not each
     example's: nothing bounds that error where an example's positions cancel.
     """
     narrow, broad = (left, right) if left.shape[2] < right.shape[2] else (right, left)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpoptim.clipping import Captured, PrivateMechanism, Released
 from dpoptim.data.shards import like_parameter, own_part, reshard
@@ -22,6 +23,7 @@ from dpoptim.optim.out_of_memory import CLIPPING, UPDATING, Remedies, advising
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
 from dpoptim.privacy import Gradient, PrivacyPlan, Release
+from dpoptim.validation.temporary_changes import update_spectral_norms
 
 MAX_STORED_SCALE = 1 << 29  # parameters; on a GPU, larger models compute their scale when it is read
 
@@ -99,6 +101,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "(losses.mean().backward())"
             )
         self._model = model
+        self._has_parametrizations = any(map(is_parametrized, model.modules()))
         reshard(model)
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
@@ -208,6 +211,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for bundle in self._bundles():
             self.geometry.observe(bundle, released.gradient)
         self._set_scale()
+        if self._has_parametrizations:
+            update_spectral_norms(self._model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further groups: the guarantee covers a fixed set of parameters."""

@@ -75,8 +75,8 @@ class ColumnCounts:
         return (
             f"noisy counts of the values of {self.columns} column{'s' * (self.columns > 1)}, released {self.releases} "
             f"times; standard deviation {self.stddev:.6g}, L2 sensitivity {self.shift(adjacency) * self.stddev:.6g}; "
-            f"undeclared values are reported above {self.threshold:.6g}, which adds {self.exposed_delta(adjacency):.3g} "
-            "to delta. The epsilon above includes them. A blank record has no value in any column"
+            f"undeclared values are reported above {self.threshold:.6g}, which adds {self.exposed_delta(adjacency):.3g}"
+            " to delta. The epsilon above includes them. A blank record has no value in any column"
         )
 
     def _exposures(self, adjacency: Adjacency) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from dpoptim.data.shards import is_sharded
 
@@ -31,8 +30,6 @@ class StateChangeGuard:
     def __init__(self, model: nn.Module) -> None:
         self._held: list[tuple[str, str, dict[str, Tensor | None] | _Unsharded]] = []
         for prefix, module in model.named_modules():
-            if isinstance(module, _SpectralNorm):
-                continue  # its buffers follow from the weight
             parameters: dict[str, Any] = module._parameters
             some_sharded = any(map(is_sharded, parameters.values()))
             self._held.append(("buffer", prefix, module._buffers))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 
 @contextlib.contextmanager
@@ -26,29 +27,34 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steady(module: nn.Module, *, update: bool) -> Iterator[None]:
-    """Keep the state of parametrizations, such as the vectors of a spectral norm; with `update`, change it once first.
-
-    They read parameters only, so one update stands for those of all examples.
-    """
-    computed = [
-        own
-        for part in module.modules()
-        if parametrize.is_parametrized(part)
-        for own in cast(nn.ModuleDict, part.parametrizations).values()
-    ]
-    if update:
-        with torch.no_grad():
-            for one in computed:
-                one()
-    modes = [(part, part.training) for one in computed for part in one.modules()]
-    for part, _ in modes:
-        part.training = False
+def steady(module: nn.Module) -> Iterator[None]:
+    """Keep the vectors of spectral norms: how often they are updated must not depend on the batch."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
+        raise ValueError("parametrize.cached() reuses a weight whose gradient was not recorded. Train without it")
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            raise ValueError(
+                f"torch.func.vmap trains the padding row of {part} in {type(module).__name__}. Set its padding_idx to "
+                "None, and its row to 0 if you need that"
+            )
+    norms = [part for part in module.modules() if isinstance(part, _SpectralNorm) and part.training]
+    for norm in norms:
+        norm.training = False
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for norm in norms:
+            norm.training = True
+
+
+def update_spectral_norms(model: nn.Module) -> None:
+    """Update them once, as a forward in training does without privacy; they read parameters only."""
+    for module in model.modules():
+        if isinstance(module, parametrize.ParametrizationList) and any(
+            isinstance(own, _SpectralNorm) for own in module
+        ):
+            with torch.no_grad():
+                module()
 
 
 @contextlib.contextmanager

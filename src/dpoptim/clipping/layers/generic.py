@@ -89,7 +89,7 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
 
-    with plain(sink), steady(module, update=not sink.checking), torch.backends.cudnn.flags(enabled=False):
+    with plain(sink), steady(module), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
         is_new = kind not in checked or axes != guessed  # a shared argument may hold examples now
@@ -146,4 +146,6 @@ def _check(
 def _same(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape and theirs.shape[:1] == (1,):  # an input of one row was expanded to the batch
         theirs = theirs.expand(ours.shape)
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3, equal_nan=True)
+    return ours.shape == theirs.shape and torch.allclose(
+        ours.to(theirs.dtype), theirs, rtol=1e-2, atol=1e-3, equal_nan=True
+    )
