@@ -58,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
     if found.accuracy is None:
-        print("no column of labels, so no classifier was trained (--label-column names it)")
+        print("no classifier was trained, because not all texts have labels (--label-column names their column)\n")
     else:
-        own, real, common = (f"{100 * value:.1f} %" for value in found.accuracy.values())
-        print(f"accuracy on real test texts: {own} after training on synthetic texts, {real} on real texts")
-        print(f"(the most common label alone gives {common}; classifier: {found.model})")
-    copies = found.copies["synthetic"]
-    share = f"{copies['exact']} exact and {copies['near']} near copies of training texts"
-    print(f"{share} in {copies['texts']:,} synthetic texts; longest passage in common: {copies['longest']} words\n")
+        print(f"accuracy of a {found.model} classifier on {found.texts['test']['texts']:,} real test texts, after")
+        for name, text in (("synthetic", "synthetic"), ("training", "real")):
+            low, high = (f"{100 * value:.1f}" for value in found.intervals[name])
+            accuracy = f"{100 * found.accuracy[name]:.1f} % (95 % interval: {low} to {high})"
+            print(f"  training on {found.learned_from:,} {text} texts: {accuracy}")
+        print(f"The most common label alone gives {100 * found.accuracy['most common label']:.1f} %.\n")
     rows = []
     for name, one in found.texts.items():
         repeats = found.copies.get(name)
@@ -85,8 +85,9 @@ def run(options: argparse.Namespace) -> int:
     output_console().print(table_of(rows, words=1))
     for one in found.worst:
         print(f"row {one['row']} has {one['words']} words in a row of training record {one['training_record']}")
-    print("\nNot private: these numbers are computed from real texts without noise. Do not publish them, and do not")
-    print(
-        "choose settings of a run by them, unless you account for it. Real test texts show how many copies are chance."
-    )
+    share = f"{options.overlap:.0%} of its runs of five words (--overlap)"
+    print(f"\nA near copy has {share} in one training text; exact copies count, too.")
+    print("The test texts show how many copies are chance.\n")
+    print("Not private: all numbers are computed from real texts without noise. Do not publish them, and do not choose")
+    print("settings of a run by them, unless you account for it.")
     return 0
