@@ -7,6 +7,8 @@ and in generation.
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ PLAIN_TEMPLATE = (
 
 _MARK = "\ue0f1response\ue0f2"  # private-use characters: no text has them
 _CHUNK = 1024
+_TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+_DATE = datetime.date(2025, 1, 1)  # in place of today: a run that is resumed tomorrow must have the same tokens
 
 
 class ChatTokens(NamedTuple):
@@ -170,8 +174,9 @@ def _pieces(tokenizer: Any, chat: Chat) -> list[tuple[str, bool]]:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
+    template = _TODAY.sub(lambda found: repr(_DATE.strftime(found[2])), tokenizer.get_chat_template())
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # templates raise errors of their own, such as for a role that they do not know
         raise ValueError(f"the tokenizer's chat template refuses this chat ({first_line(error)})") from error
 
