@@ -123,7 +123,8 @@ def prepare_run(
         notes += _notes_on_shared(training, held_out)
     if held_out is not None:
         notes += _notes_on_unfit(held_out, open_columns(declared))
-    if task.is_classification and recipe.label_names is None and label_of(recipe) not in declared:
+    names = training.label_names if task.is_classification or training.prompt_template is not None else ()
+    if names and recipe.label_names is None and label_of(recipe) not in declared:
         notes.append(_note_on_classes(training))
     units, unit = len(training), "record"
     if training.users is not None:
@@ -141,7 +142,6 @@ def prepare_run(
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
     recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
-    names = training.label_names if task.is_classification or training.prompt_template is not None else None
     recipe = recipe.replace(max_length=prepared.max_length, label_names=names or None)
     recipe, chat_notes = _with_chats(recipe, prepared)
     notes += chat_notes
