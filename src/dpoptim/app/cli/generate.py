@@ -60,13 +60,15 @@ def run(options: argparse.Namespace) -> int:
 
     silence_libraries()
     weights = None if options.weights is None else dict(map(_weight, options.weights))
+    if weights is not None and len(weights) < len(options.weights):
+        raise ValueError("--weights has a label twice; give each once")
     if options.prompt is not None and options.prompts is not None:
         raise ValueError("--prompt and --prompts were both given; give one of them")
     from dpoptim.app.synthetic.generate import ROWS, generate
 
     num, prompts = options.num, options.prompts
     if options.prompt is not None:
-        num, prompts = num or ROWS, [options.prompt]
+        num, prompts = ROWS if num is None else num, [options.prompt]
     names = ("out", "by", "max_new_tokens", "temperature", "top_p", "batch_size", "seed", "device")
     settings = {name: getattr(options, name) for name in names}
     try:
