@@ -13,8 +13,10 @@ import torch.nn.functional as F
 
 from dpoptim.app import Recipe, prepare, prepare_run, read_records
 from dpoptim.app.cli import main
+from dpoptim.app.data.examples import TokenDataset
 from dpoptim.app.models.prepared import not_finite, random_batch
 from dpoptim.clipping import check_example_independence
+from dpoptim.integrations.chats import ChatTokens
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 
@@ -106,6 +108,13 @@ def test_examples_stay_independent_and_a_cut_example_has_loss_0(reviews):
     assert dataset.untaught() == len(REVIEWS)
     losses.sum().backward()
     assert not not_finite(cut.model)
+
+
+def test_a_chat_without_tokens_leaves_the_others_in_place():
+    chats = [ChatTokens([], []), ChatTokens([5, 6], [False, True])]
+    dataset = TokenDataset(chats, None, filler=0)
+    assert [np.asarray(dataset[place].is_response).tolist() for place in (0, 1)] == [[False], [False, True]]
+    assert dataset.untaught() == 1
 
 
 def recipe(folder, data, **changes):

@@ -28,7 +28,6 @@ PLAIN_TEMPLATE = (
 """For a tokenizer without a chat template: a response ends with the end of the text, all else with a new line."""
 
 _MARK = "\ue0f1response\ue0f2"  # private-use characters: no text has them
-_CHUNK = 1024
 _TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 _DATE = datetime.date(2025, 1, 1)  # in place of today: a run that is resumed tomorrow must have the same tokens
 
@@ -89,23 +88,17 @@ def tokenize_chats(
     token, the end-of-text token closes the chat. Messages after the last response are left out.
     """
     closing = _closing(tokenizer)
-    for start in range(0, len(chats), _CHUNK):
-        chunk = []
-        for place in range(start, min(start + _CHUNK, len(chats))):
-            try:
-                chunk.append(_pieces(tokenizer, chats[place]))
-            except ValueError as error:
-                raise ValueError(f"{locate(place)}: {error}") from error
-        ids = iter(_ids(tokenizer, [text for pieces in chunk for text, _ in pieces]))
-        for pieces in chunk:
-            found = ChatTokens([], [])
-            for _, is_response in pieces:
-                own = next(ids)
-                found.ids.extend(own)
-                found.is_response.extend([is_response] * len(own))
-            found.ids.extend(closing)
-            found.is_response.extend([True] * len(closing))
-            yield ChatTokens(found.ids[:max_length], found.is_response[:max_length])
+    for place, chat in enumerate(chats):
+        try:
+            pieces = _pieces(tokenizer, chat)
+        except ValueError as error:
+            raise ValueError(f"{locate(place)}: {error}") from error
+        found = ChatTokens([], [])
+        tokens = _ids(tokenizer, [text for text, _ in pieces])
+        for ids, (_, is_response) in zip([*tokens, closing], [*pieces, ("", True)], strict=True):
+            found.ids.extend(ids)
+            found.is_response.extend([is_response] * len(ids))
+        yield ChatTokens(found.ids[:max_length], found.is_response[:max_length])
 
 
 def tokenize_chat(tokenizer: Any, messages: Chat, *, max_length: int) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dpoptim.app.data.estimates import open_columns, with_estimates
-from dpoptim.app.data.examples import ChatDataset
+from dpoptim.app.data.examples import TokenDataset
 from dpoptim.app.data.records import RecordKind, Records, held_out_places, read_records
 from dpoptim.app.models.loading import check_does, task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
@@ -203,7 +203,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
 def _with_chats(recipe: Recipe, prepared: Prepared) -> tuple[Recipe, list[str]]:
     """The recipe with the columns of prompts and responses that were found, and notes on them."""
     records, dataset = prepared.records, prepared.dataset
-    if not isinstance(dataset, ChatDataset):
+    if records.chats is None or not isinstance(dataset, TokenDataset):
         return recipe, []
     notes = []
     if PLAIN_TEMPLATE in prepared.tokenizer.chat_template:
