@@ -136,7 +136,7 @@ class _Texts:
         model, self._tokenizer, self._rows = load_trained(place.path), load_tokenizer(place.model), rows
         where = chosen_device(device)
         model.to(where, torch.bfloat16 if where.type == "cuda" and rows.recipe.dtype == "bf16" else None)
-        self._ids = rows.ids(self._tokenizer)
+        self._ids = [rows.ids(place, self._tokenizer) for place in range(len(rows.prompts))]
         longest, asked = max(map(len, self._ids)), sampling["max_new_tokens"]
         most = most_tokens(model, self._tokenizer)
         most = most if asked is not None else min(most, rows.recipe.max_length or most)
@@ -152,7 +152,7 @@ class _Texts:
         """Generate rows as lines of JSON."""
         found = []
         for place, new in zip(places, self._sampler([self._ids[place] for place in places], rows), strict=True):
-            ids = [*self._ids[place], *new] if self._rows.begins_texts else new
+            ids = new if self._rows.chat(place) is not None else [*self._ids[place], *new]
             text = self._tokenizer.decode(ids, skip_special_tokens=True).strip()
             found.append(json.dumps(self._rows.with_text(place, text), ensure_ascii=False, default=str))
         return found

@@ -39,56 +39,52 @@ class Rows:
         given = [None] if prompts is None else _read(prompts, recipe)
         return cls(recipe=recipe, prompts=[_columns_of(prompt, recipe) for prompt in given])
 
-    @property
-    def text_column(self) -> str:
-        """The column of the text."""
-        return self.recipe.text_column or "text"
-
     def places(self, rows: int) -> list[int]:
         """The prompt of each of the first rows; more rows only add to them."""
         if self.weights is None:
             return [row % len(self.prompts) for row in range(rows)]
         due = [(np.arange(rows) + 0.5) / weight for weight in self.weights]  # of the rows of each label
-        order = np.argsort(np.concatenate(due), kind="stable")[:rows]
-        return (order // rows).tolist()
+        return (np.argsort(np.concatenate(due), kind="stable")[:rows] // rows).tolist()
 
     def described(self) -> dict[str, Any]:
         """The weights, and a digest of the prompts, which the file itself has."""
         text = json.dumps(self.prompts, ensure_ascii=False, default=str)
         return {"prompts": f"{len(self.prompts)}, digest {digest(text.encode())}", "weights": self.weights}
 
-    def ids(self, tokenizer: Any) -> list[list[int]]:
-        """The tokens of each prompt, as in training."""
-        return [self._ids(tokenizer, columns) for columns in self.prompts]
+    def chat(self, place: int) -> Any:
+        """The messages of a prompt, as in training; None if it is the beginning of its text."""
+        template, columns = self.recipe.prompt_template, self.prompts[place]
+        return (
+            columns.get(self.recipe.messages_column or "") if template is None else chat_of(filled(template, columns))
+        )
 
-    def with_text(self, place: int, text: str) -> dict[str, Any]:
-        """The columns of a row with its text."""
-        columns, messages = self.prompts[place], self.recipe.messages_column
-        if messages is not None:
-            return {messages: [*columns[messages], {"role": "assistant", "content": text}]}
-        return {**columns, self.text_column: text}
-
-    @property
-    def begins_texts(self) -> bool:
-        """Whether a prompt is the beginning of its text: the run was trained on whole texts."""
-        return self.recipe.prompt_template is None and self.recipe.messages_column is None
-
-    def _ids(self, tokenizer: Any, columns: Mapping[str, Any]) -> list[int]:
-        if self.recipe.prompt_template is not None:
-            return prompt_ids(tokenizer, chat_of(filled(self.recipe.prompt_template, columns)))
-        if self.recipe.messages_column is not None:
-            return prompt_ids(tokenizer, columns[self.recipe.messages_column])
-        ids = list(tokenizer(columns[self.text_column])["input_ids"])
+    def ids(self, place: int, tokenizer: Any) -> list[int]:
+        """The tokens of a prompt, as in training."""
+        chat = self.chat(place)
+        if chat is not None:
+            return prompt_ids(tokenizer, chat)
+        ids = list(tokenizer(self.prompts[place][_text_column(self.recipe)])["input_ids"])
         ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if not ids and start is None:
             raise ValueError("the tokenizer has no token that begins a text; give --prompt TEXT")
         return ids or [start]
 
+    def with_text(self, place: int, text: str) -> dict[str, Any]:
+        """The columns of a row with its text."""
+        columns, messages = self.prompts[place], self.recipe.messages_column
+        if messages is not None:
+            return {messages: [*columns[messages], {"role": "assistant", "content": text}]}
+        return {**columns, _text_column(self.recipe): text}
+
 
 def digest(content: bytes) -> str:
     """A short digest, to recognise what a file was made from."""
     return blake2b(content, digest_size=8).hexdigest()
+
+
+def _text_column(recipe: Recipe) -> str:
+    return recipe.text_column or "text"
 
 
 def _labels(recipe: Recipe, by: str, weights: Mapping[str, float] | None) -> Rows:
@@ -143,7 +139,7 @@ def _columns_of(prompt: Any, recipe: Recipe) -> dict[str, Any]:
             raise ValueError("this run was trained on chats; give --prompt TEXT, or --prompts FILE with chats or texts")
         return {recipe.messages_column: list(chat[:-1] if chat[-1]["role"] == "assistant" else chat)}
     if recipe.prompt_template is None:
-        return {recipe.text_column or "text": "" if prompt is None else str(prompt)}
+        return {_text_column(recipe): "" if prompt is None else str(prompt)}
     if not isinstance(prompt, Mapping):
         given = [] if prompt is None else [prompt]
         if len(given) != len(names):
