@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 from dpoptim.app import Recipe, generate, load_trained, train
 from dpoptim.app.cli import main
@@ -356,6 +360,28 @@ def test_mistakes_are_one_line(name, runs, trained_run, tmp_path, monkeypatch, c
     assert problem in error
     assert error.count("\n") == 0
     assert not list(tmp_path.glob("a*")), "nothing is written"
+
+
+def test_an_unfinished_run_is_refused(runs, tmp_path):
+    shutil.copytree(runs / "labels", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    with pytest.raises(ValueError, match="has no model yet; finish the run with: dpoptim train --resume"):
+        generate(tmp_path / "run", tmp_path / "a.jsonl", by="label", num=2)
+    assert not list(tmp_path.glob("a*"))
+
+
+def test_a_log_shows_rows_per_second(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("dpoptim.app.progress.SILENCE", 0.0)
+    shown = io.StringIO()
+    generate(
+        runs / "labels",
+        tmp_path / "a.jsonl",
+        by="label",
+        num=6,
+        progress=ProgressReporter(Console(file=shown)),
+        **SHORT,
+    )
+    assert re.search(r"^row 4/6; [\d.]+ rows/s$", shown.getvalue(), re.M)
 
 
 def test_a_full_disk_is_named_and_nothing_is_lost(runs, tmp_path, monkeypatch, capsys):
