@@ -233,27 +233,6 @@ def test_two_commands_do_not_write_one_file(runs, tmp_path):
         generate(runs / "labels", out, by="label", num=8, progress=Other(), **SHORT)
 
 
-def test_a_model_whose_texts_depend_on_padding_is_run_row_by_row(runs, tmp_path):
-    """The decoder of BART counts positions from the padding."""
-    tokenizer = tiny.chatty()
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=len(tokenizer), d_model=32, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=48,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    model = tiny.saved(tmp_path / "bart", transformers.BartForCausalLM(config), tokenizer)
-    recipe = Recipe(
-        model=model, data=str(runs / "chats.jsonl"), task="causal-lm", noise_multiplier=1.0, noise="independent",
-        steps=1, batch_size=8, max_length=48,
-    )  # fmt: skip
-    train(recipe, tmp_path / "run")
-    with pytest.raises(ValueError, match="depend on the padding of their prompts; use --batch-size 1"):
-        generate(tmp_path / "run", tmp_path / "a.jsonl", prompts=["a", "the dog"], max_new_tokens=4)
-    assert not (tmp_path / "a.jsonl").exists()
-    generate(tmp_path / "run", tmp_path / "a.jsonl", prompts=["a", "the dog"], max_new_tokens=4, batch_size=1)
-    assert len(read(tmp_path / "a.jsonl")) == 2
-
-
 def test_a_file_of_other_settings_is_not_continued(runs, tmp_path):
     out = tmp_path / "a.jsonl"
     generate(runs / "labels", out, by="label", num=2, **SHORT)

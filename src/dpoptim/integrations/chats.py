@@ -87,7 +87,8 @@ def tokenize_chats(
     A response consists of its text and of what the template puts after it to end the turn. If that is not a special
     token, the end-of-text token closes the chat. Messages after the last response are left out.
     """
-    closing = _closing(tokenizer)
+    eos = tokenizer.eos_token_id
+    closing = [eos] if eos is not None and _end(tokenizer) is None else []
     for place, chat in enumerate(chats):
         try:
             pieces = _pieces(tokenizer, chat)
@@ -134,10 +135,9 @@ def prompt_ids(tokenizer: Any, messages: Chat) -> list[int]:
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a response: the end of the text, and the last token that the template puts after it."""
-    ending = _ids(tokenizer, [_ending(tokenizer)])[0][-1:] if tokenizer.chat_template is not None else []
-    found = {token for token in ending if _is_special(tokenizer, token)} | {tokenizer.eos_token_id}
-    return sorted(token for token in found if token is not None)
+    """The tokens that end a response: the end of the text, and the special token that the template puts after it."""
+    own = _end(tokenizer) if tokenizer.chat_template is not None else None
+    return sorted({token for token in (own, tokenizer.eos_token_id) if token is not None})
 
 
 def next_tokens(tokens: NDArray[np.int32], is_response: NDArray[np.bool_] | None) -> NDArray[np.int32]:
@@ -174,21 +174,12 @@ def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
         raise ValueError(f"the tokenizer's chat template refuses this chat ({first_line(error)})") from error
 
 
-def _ending(tokenizer: Any) -> str:
-    """What the template puts after a response."""
+def _end(tokenizer: Any) -> int | None:
+    """The special token at the end of what the template puts after a response."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-    return _rendered(tokenizer, chat).rpartition(_MARK)[2].rstrip()
-
-
-def _closing(tokenizer: Any) -> list[int]:
-    """The end-of-text token, if the template does not end a response with a special token."""
-    last = _ids(tokenizer, [_ending(tokenizer)])[0][-1:]
-    is_closed = last and _is_special(tokenizer, last[0])
-    return [] if is_closed or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def _is_special(tokenizer: Any, token: int) -> bool:
-    return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
+    ending = _rendered(tokenizer, chat).rpartition(_MARK)[2].rstrip()
+    own = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return next((token for token in _ids(tokenizer, [ending])[0][-1:] if token in own), None)
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -30,13 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--label-column", metavar="NAME", help="default: label; without it, no classifier")
     how = parser.add_argument_group("comparison")
     how.add_argument("--model", default="bag-of-words", metavar="NAME", help="classifier (default: bag-of-words)")
-    how.add_argument(
-        "--overlap",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="a near copy has this share of its runs of five words in one training text (default: 0.5)",
-    )
     how.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")
     how.add_argument("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
@@ -50,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from dpoptim.app.synthetic.evaluate import evaluate_synthetic
 
     silence_libraries()
-    names = ("text_column", "label_column", "model", "overlap", "seed", "device")
+    names = ("text_column", "label_column", "model", "seed", "device")
     settings = {name: getattr(options, name) for name in names}
     with ProgressReporter(Console(stderr=True)) as progress:
         found = evaluate_synthetic(options.synthetic, options.train, options.test, stage=progress.stage, **settings)
@@ -85,8 +78,7 @@ def run(options: argparse.Namespace) -> int:
     output_console().print(table_of(rows, words=1))
     for one in found.worst:
         print(f"row {one['row']} has {one['words']} words in a row of training record {one['training_record']}")
-    share = f"{options.overlap:.0%} of its runs of five words (--overlap)"
-    print(f"\nA near copy has {share} in one training text; exact copies count, too.")
+    print("\nA near copy has half of its runs of five words in one training text; exact copies count, too.")
     print("The test texts show how many copies are chance.\n")
     print("Not private: all numbers are computed from real texts without noise. Do not publish them, and do not choose")
     print("settings of a run by them, unless you account for it.")

@@ -1,4 +1,4 @@
-"""Confidence intervals: Student's over seeds, of values and of paired differences, and Wilson's of a share."""
+"""Student's confidence intervals over seeds, of values and of paired differences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import ndtri, stdtrit
+from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 
@@ -40,16 +40,3 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval:
     """Compute the mean of valueᵢ − otherᵢ, paired by seed, with its interval; it is infinite if either diverged."""
     return mean_interval([one - other for one, other in zip(values, others, strict=True)])
-
-
-def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's interval of a share that was measured on `count` independent cases, such as an accuracy.
-
-    >>> low, high = share_interval(1.0, 100)
-    >>> f"{low:.3f} {high:.3f}"
-    '0.963 1.000'
-    """
-    z = float(ndtri((1.0 + CONFIDENCE) / 2))
-    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return middle - half, middle + half

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
-from dpoptim.app.comparison.intervals import share_interval
 from dpoptim.app.data.records import RecordKind, Records, read_records
 from dpoptim.app.runs.setup import same_source
 from dpoptim.app.synthetic.classifiers import BAG_OF_WORDS, accuracy
 from dpoptim.app.synthetic.copies import find_copies, words_of
-from dpoptim.arguments import check_number, check_whole
+from dpoptim.arguments import check_whole
 from dpoptim.integrations.chats import responses_of
 
+NEAR = 0.5  # the share of a text's runs of words that makes it a near copy
 _WORST = 3
 
 
@@ -30,10 +31,10 @@ class SyntheticScores:
 
     model: str
     accuracy: dict[str, float] | None  # on real test texts, by what the classifier was trained on; None without labels
-    intervals: dict[str, tuple[float, float]]  # of these accuracies, at 95 %, from the number of test texts
+    intervals: dict[str, tuple[float, ...]]  # of these accuracies, at 95 %, from the number of test texts
     learned_from: int  # texts that each classifier was trained on
     texts: dict[str, dict[str, float]]  # statistics of synthetic, training and test texts
-    copies: dict[str, dict[str, float]]  # of training texts, in synthetic and in test texts; exact ones are near too
+    copies: dict[str, dict[str, float]]  # of training texts, in synthetic and in test texts; see `NEAR`
     worst: list[dict[str, Any]]  # the synthetic rows that repeat most, by number, without their content
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +50,6 @@ def evaluate_synthetic(
     text_column: str | None = None,
     label_column: str | None = None,
     model: str = BAG_OF_WORDS,
-    overlap: float = 0.5,
     seed: int = 0,
     device: str = "auto",
     stage: Callable[[str], None] = lambda text: None,
@@ -63,7 +63,6 @@ def evaluate_synthetic(
         text_column: The column of texts; of chats, responses are compared.
         label_column: The column of labels. Defaults to "label" or "labels"; without one there is no classifier.
         model: The classifier: "bag-of-words", or a model of transformers to fine-tune.
-        overlap: A near copy has at least this share of its runs of five words in one training text.
         seed: The seed of the classifiers, and of the texts that they are trained on: both get the same number.
         device: The device of a model of transformers.
         stage: Called with a short text when a stage begins.
@@ -73,66 +72,54 @@ def evaluate_synthetic(
 
     Not private: every result.
     """
-    check_number("overlap", overlap, above=0, high=1)
     check_whole("seed", seed, low=0)
     stage("reading the texts")
-    sources = {"train": train, "test": test, "synthetic": synthetic}
     found: dict[str, Records] = {}
+    sources = {"training": train, "test": test, "synthetic": synthetic}
     for name, source in sources.items():
         same = next((other for other in found if same_source(str(sources[other]), str(source))), None)
         if same is not None:
-            raise ValueError(f"{name} and {same} are both {str(source)!r}; give different texts")
-        names = found["train"].label_names or None if found else None
+            raise ValueError(f"{same} and {name} texts are both {str(source)!r}; give different ones")
+        names = found["training"].label_names or None if found else None
         try:
             found[name] = _texts(source, text_column, label_column, names)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    real, held_out, made = found.values()
+            raise ValueError(f"{name} texts: {error}") from error
+    test_labels, tests = found["test"].labels, len(found["test"])
     scores: dict[str, float] | None = None
-    intervals = {}
-    size = min(len(made), len(real))
-    if all(records.labels is not None for records in found.values()):
-        if len(real.label_names) < 2:
-            raise ValueError(
-                f"train: data {str(train)!r} has one label, {real.label_names[0]!r}; a classifier needs two"
-            )
+    intervals, size = {}, min(len(found["synthetic"]), len(found["training"]))
+    if test_labels is not None and all(records.labels is not None for records in found.values()):
+        if len(found["training"].label_names) < 2:
+            raise ValueError(f"data {str(train)!r} has one label, and a classifier needs two")
         scores = {}
-        for name, records in (("synthetic", made), ("training", real)):
+        for name in ("synthetic", "training"):
             stage(f"training a classifier on {size:,} {name} texts")
-            chosen = np.random.default_rng(seed).permutation(len(records))[:size]
-            scores[name] = accuracy(model, records.take(chosen), held_out, seed=seed, device=device)
-            intervals[name] = share_interval(scores[name], len(held_out))
-        scores["most common label"] = float(np.bincount(np.asarray(held_out.labels)).max() / len(held_out))
+            chosen = np.random.default_rng(seed).permutation(len(found[name]))[:size]
+            scores[name] = accuracy(model, found[name].take(chosen), found["test"], seed=seed, device=device)
+            right = binomtest(round(scores[name] * tests), tests)
+            intervals[name] = tuple(map(float, right.proportion_ci(method="wilson")))
+        scores["most common label"] = float(np.bincount(test_labels).max() / tests)
     stage("comparing with training texts")
     words = {name: [words_of(text) for text in records.texts] for name, records in found.items()}
-    common = [word for text in words["test"] for word in text]
-    repeats = {name: find_copies(words[name], words["train"]) for name in ("synthetic", "test")}
+    repeats = {name: find_copies(words[name], words["training"]) for name in ("synthetic", "test")}
+    copies: dict[str, dict[str, float]] = {}
+    for name, one in repeats.items():
+        counts = {"exact": int(one.is_exact.sum()), "near": int((one.share >= NEAR).sum())}
+        copies[name] = {"texts": len(words[name]), **counts, "longest": int(one.longest.max())}
     most = repeats["synthetic"]
-    worst = [
-        {"row": row + 1, "training_record": int(most.record[row]) + 1, "words": int(most.longest[row])}
-        for row in np.argsort(-most.longest, kind="stable")[:_WORST].tolist()
-        if most.longest[row]
-    ]
-    copies: dict[str, dict[str, float]] = {
-        name: {
-            "texts": len(one.share),
-            "exact": int(one.is_exact.sum()),
-            "near": int((one.share >= overlap).sum()),
-            "longest": int(one.longest.max()),
-        }
-        for name, one in repeats.items()
-    }
+    common = [word for text in words["test"] for word in text]
     return SyntheticScores(
         model=model,
         accuracy=scores,
         intervals=intervals,
         learned_from=size,
-        texts={
-            name: _statistics(words[source], common)
-            for name, source in (("synthetic", "synthetic"), ("training", "train"), ("test", "test"))
-        },
+        texts={name: _statistics(words[name], common) for name in ("synthetic", "training", "test")},
         copies=copies,
-        worst=worst,
+        worst=[
+            {"row": row + 1, "training_record": int(most.record[row]) + 1, "words": int(most.longest[row])}
+            for row in np.argsort(-most.longest, kind="stable")[:_WORST].tolist()
+            if most.longest[row]
+        ],
     )
 
 

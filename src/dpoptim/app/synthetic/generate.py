@@ -105,7 +105,7 @@ def generate(
     with progress:
         if done < num:
             progress.stage(f"loading {place.model}")
-            texts = _Texts(place, rows, sampling, device=device, batch_size=batch_size)
+            texts = _Texts(place, rows, device, sampling)
             write_text(beside, f"{statement}{_NOTE.format(name=out.name)}{settings}\n")
             progress.begin(step=done, steps=num, batch_size=1, whole_run=True, unit="row")
         while done < num:
@@ -113,7 +113,7 @@ def generate(
             batch, began = range(first, min(first + batch_size, num)), time.monotonic()
             try:
                 lines = texts.lines(places[batch.start : batch.stop], batch)
-                new = "".join(f"{line}\n" for line in lines[done - first :]).encode()
+                new = "".join(lines[done - first :]).encode()
                 _append(out, new, size)
             except (OSError, RuntimeError, MemoryError) as error:
                 done_so_far = f"{done} rows of {out} are complete, call again to continue"
@@ -130,31 +130,28 @@ def generate(
 class _Texts:
     """Writes rows with the model of a run."""
 
-    def __init__(
-        self, place: RunDirectory, rows: Rows, sampling: Mapping[str, Any], *, device: str, batch_size: int
-    ) -> None:
+    def __init__(self, place: RunDirectory, rows: Rows, device: str, sampling: Mapping[str, Any]) -> None:
         model, self._tokenizer, self._rows = load_trained(place.path), load_tokenizer(place.model), rows
         where = chosen_device(device)
         model.to(where, torch.bfloat16 if where.type == "cuda" and rows.recipe.dtype == "bf16" else None)
         self._ids = [rows.ids(place, self._tokenizer) for place in range(len(rows.prompts))]
-        longest, asked = max(map(len, self._ids)), sampling["max_new_tokens"]
+        longest, new = max(map(len, self._ids)), sampling["max_new_tokens"]
         most = most_tokens(model, self._tokenizer)
-        most = most if asked is not None else min(most, rows.recipe.max_length or most)
-        new = most - longest if asked is None else asked
+        if new is None:
+            most = min(most, rows.recipe.max_length or most)
+            new = most - longest
         if not 1 <= new <= most - longest:
             left = f"which leaves {max(0, most - longest)} of {most} for new ones"
             raise ValueError(f"the longest prompt has {longest} tokens, {left}; shorten it, or change --max-new-tokens")
         self._sampler = Sampler(model, self._tokenizer, **{**sampling, "max_new_tokens": new})
-        if batch_size > 1 and len(set(map(len, self._ids))) > 1 and not self._sampler.ignores_padding(self._ids[0]):
-            raise ValueError("the texts of this model depend on the padding of their prompts; use --batch-size 1")
 
     def lines(self, places: Sequence[int], rows: Sequence[int]) -> list[str]:
         """Generate rows as lines of JSON."""
         found = []
         for place, new in zip(places, self._sampler([self._ids[place] for place in places], rows), strict=True):
             ids = new if self._rows.chat(place) is not None else [*self._ids[place], *new]
-            text = self._tokenizer.decode(ids, skip_special_tokens=True).strip()
-            found.append(json.dumps(self._rows.with_text(place, text), ensure_ascii=False, default=str))
+            row = self._rows.with_text(place, self._tokenizer.decode(ids, skip_special_tokens=True).strip())
+            found.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         return found
 
 

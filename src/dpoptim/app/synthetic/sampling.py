@@ -68,7 +68,10 @@ class Sampler:
     def __call__(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
         """The new tokens of each row, without the stop token; they are never blank."""
         width, vocabulary = max(map(len, prompts)), len(self._is_blank)
-        ids, mask = self._padded(prompts, width)
+        padding = [width - len(prompt) for prompt in prompts]  # on the left
+        ids = [[self._pad] * count + list(prompt) for count, prompt in zip(padding, prompts, strict=True)]
+        mask = [[0] * count + [1] * (width - count) for count in padding]
+        inputs = {"input_ids": ids, "attention_mask": mask}
         uniform = torch.from_numpy(np.stack([uniforms(self._seed, row, self._most) for row in rows])).to(self._device)
 
         def choose(known: Tensor, logits: Tensor) -> Tensor:
@@ -81,31 +84,9 @@ class Sampler:
             return torch.full_like(logits, -torch.inf).scatter_(1, chosen, 0.0)
 
         with torch.inference_mode():
-            found = self._model.generate(input_ids=ids, attention_mask=mask, logits_processor=[choose])
+            moved = {name: torch.tensor(values, device=self._device) for name, values in inputs.items()}
+            found = self._model.generate(**moved, logits_processor=[choose])
         return [self._before_stop(row) for row in found[:, width:].tolist()]
-
-    def ignores_padding(self, prompt: Sequence[int]) -> bool:
-        """Whether the token after a prompt does not depend on padding; some decoders count positions from it."""
-        found = []
-        for width in (len(prompt), len(prompt) + 7):
-            ids, mask = self._padded([prompt], width)
-            with torch.inference_mode():
-                output = self._model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    max_new_tokens=1,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                )
-            found.append(output.logits[0].float())
-        close = 1e-3 if self._model.dtype in (torch.float32, torch.float64) else 5e-2
-        return bool((found[0] - found[1]).abs().max() <= close * found[0].abs().max())
-
-    def _padded(self, prompts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-        """Prompts with padding on the left, and the mask that hides it."""
-        ids = [[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
 
     def _before_stop(self, tokens: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(tokens) if token in self._stops), len(tokens))
