@@ -281,6 +281,11 @@ def test_prompts_come_from_files_and_rows_from_prompts_in_turn(runs, tmp_path):
     assert [row["label"] for row in read(tmp_path / "b.jsonl")] == ["public", "animal"]
     generate(runs / "plain", tmp_path / "c.jsonl", prompts=["the fox"], num=2, **SHORT)
     assert all(row["text"].startswith("the fox") for row in read(tmp_path / "c.jsonl"))
+    (tmp_path / "e.csv").write_text("prompt,id\nthe dog,1\n")
+    generate(runs / "plain", tmp_path / "e.jsonl", prompts=tmp_path / "e.csv", **SHORT)
+    assert read(tmp_path / "e.jsonl")[0]["text"].startswith("the dog")
+    generate(runs / "chats", tmp_path / "f.jsonl", prompts=tmp_path / "e.csv", max_new_tokens=3)
+    assert read(tmp_path / "f.jsonl")[0]["messages"][0] == {"role": "user", "content": "the dog"}
     assert generate(runs / "plain", tmp_path / "d.jsonl", num=2, **SHORT)["rows"] == 2
 
 
@@ -292,7 +297,12 @@ MISTAKES = {
     "an unknown label": (
         "labels",
         ["--by", "stars"],
-        "by='stars' is not a label in the prompts of this run, 'A {label} review:'.",
+        "by='stars' is not a label in the prompts of this run; use label",
+    ),
+    "no label": (
+        "plain",
+        ["--by", "stars"],
+        "train with --prompt-template 'A {stars} text:' --label-column stars first",
     ),
     "open columns": (
         "labels",
@@ -317,6 +327,11 @@ MISTAKES = {
     "no rows": ("chats", ["--prompt", "a", "--num", "0"], "Expected num to be a whole number >= 1, got 0"),
     "private prompts": ("labels", ["--prompts", "RUNS/texts.jsonl"], "is the training data, and prompts are published"),
     "prompts with a gap": ("labels", ["--prompts", "gap.jsonl"], "prompts have no 'label'; their columns are label, x"),
+    "a file without prompts": (
+        "plain",
+        ["--prompts", "gap.jsonl"],
+        "prompts have no 'prompt'; their columns are label",
+    ),
     "a missing file": ("chats", ["--prompts", "missing.txt"], "data 'missing.txt' does not exist"),
     "a long prompt": ("chats", ["--prompt", "a " * 60], "for new ones; shorten it, or change --max-new-tokens"),
     "too many tokens": ("chats", ["--prompt", "a", "--max-new-tokens", "60"], "for new ones; shorten it, or change"),

@@ -91,9 +91,9 @@ def _labels(recipe: Recipe, by: str, weights: Mapping[str, float] | None) -> Row
     """Rows for each label."""
     used, names = fields(recipe.prompt_template or ""), recipe.label_names or ()
     if by not in used or not names:
-        own = f", {recipe.prompt_template!r}" if used else ""
-        hint = "" if names else f" Train with --prompt-template 'A {{{by}}} text:' --label-column {by} first."
-        raise ValueError(f"by={by!r} is not a label in the prompts of this run{own}.{hint}")
+        train = f"train with --prompt-template 'A {{{by}}} text:' --label-column {by} first"
+        hint = f"use {' or '.join(used)}" if names else train
+        raise ValueError(f"by={by!r} is not a label in the prompts of this run; {hint}")
     if used != [by]:
         others = ", ".join(name for name in used if name != by)
         raise ValueError(f"by={by!r} leaves {others} of the prompts open; give prompts (--prompts) with all columns")
@@ -118,13 +118,7 @@ def _read(prompts: Any, recipe: Recipe) -> Sequence[Any]:
     else:
         columns, _ = read_columns(prompts, kind=RecordKind.TEXT)
         found = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        if Path(prompts).suffix == ".txt":
-            found = columns["text"]
-        elif recipe.prompt_template is None and recipe.messages_column not in columns:
-            if "prompt" not in columns:
-                names = ", ".join(columns)
-                raise ValueError(f"prompts {str(prompts)!r} has no column 'prompt'; the columns are {names}")
-            found = columns["prompt"]
+        found = columns["text"] if Path(prompts).suffix == ".txt" else found
     if not found:
         raise ValueError("prompts is empty; give at least one")
     return found
@@ -132,21 +126,27 @@ def _read(prompts: Any, recipe: Recipe) -> Sequence[Any]:
 
 def _columns_of(prompt: Any, recipe: Recipe) -> dict[str, Any]:
     """The columns of a row before its text is added."""
-    names = fields(recipe.prompt_template or "")
-    if recipe.messages_column is not None:
-        chat = prompt.get(recipe.messages_column) if isinstance(prompt, Mapping) else prompt and chat_of(prompt)
-        if not chat or not is_chat(chat):
-            raise ValueError("this run was trained on chats; give --prompt TEXT, or --prompts FILE with chats or texts")
-        return {recipe.messages_column: list(chat[:-1] if chat[-1]["role"] == "assistant" else chat)}
-    if recipe.prompt_template is None:
-        return {_text_column(recipe): "" if prompt is None else str(prompt)}
-    if not isinstance(prompt, Mapping):
+    template, messages = recipe.prompt_template, recipe.messages_column
+    if template is not None:
+        names = fields(template)
+        if isinstance(prompt, Mapping):
+            return {name: _value(prompt, name) for name in names}
         given = [] if prompt is None else [prompt]
         if len(given) != len(names):
             needs = f"the columns {', '.join(names)}; give --by or --prompts FILE with them" if names else "no columns"
-            raise ValueError(f"the prompts of this run, {recipe.prompt_template!r}, have {needs}")
+            raise ValueError(f"the prompts of this run, {template!r}, have {needs}")
         return dict(zip(names, given, strict=True))
-    missing = [name for name in names if prompt.get(name) is None]
-    if missing:
-        raise ValueError(f"prompts have no {missing[0]!r}; their columns are {', '.join(map(str, prompt))}")
-    return {name: prompt[name] for name in names}
+    if isinstance(prompt, Mapping) and messages not in prompt:
+        prompt = _value(prompt, "prompt")
+    if messages is None:
+        return {_text_column(recipe): str(prompt or "")}
+    chat = prompt[messages] if isinstance(prompt, Mapping) else prompt and chat_of(str(prompt))
+    if not chat or not is_chat(chat):
+        raise ValueError("this run was trained on chats; give --prompt TEXT, or --prompts FILE with chats or texts")
+    return {messages: list(chat[:-1] if chat[-1]["role"] == "assistant" else chat)}
+
+
+def _value(prompt: Mapping[str, Any], name: str) -> Any:
+    if prompt.get(name) is None:
+        raise ValueError(f"prompts have no {name!r}; their columns are {', '.join(map(str, prompt))}")
+    return prompt[name]
