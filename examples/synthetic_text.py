@@ -53,18 +53,9 @@ def write_public_model(folder: Path, steps: int) -> Path:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="[END]", pad_token="[END]")
 
     torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
     config = transformers.GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=64,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        initializer_range=0.1,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
+        **sizes, initializer_range=0.1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0
     )
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -90,10 +81,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     out: Path = options.output_dir
     out.mkdir(parents=True)
-    private, held_out = (
-        write_reviews(out / "train.jsonl", options.reviews, 1),
-        write_reviews(out / "test.jsonl", 400, 2),
-    )
+    private = write_reviews(out / "train.jsonl", options.reviews, 1)
+    held_out = write_reviews(out / "test.jsonl", 400, 2)
     model = write_public_model(out / "public", options.steps)
 
     recipe = Recipe(

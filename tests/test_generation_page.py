@@ -30,7 +30,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
                 commands += 1
     assert commands == 3
     printed = capsys.readouterr()
-    assert "accuracy on real test texts: " in printed.out
+    assert "accuracy of a bag-of-words classifier on 100 real test texts, after" in printed.out
     assert "wrote synthetic.jsonl: 100 rows, 100 of them new" in printed.err
     rows = [json.loads(line) for line in (tmp_path / "synthetic.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter(row["label"] for row in rows) == {"good": 50, "bad": 50}

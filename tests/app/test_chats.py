@@ -13,8 +13,10 @@ import torch.nn.functional as F
 
 from dpoptim.app import Recipe, prepare, prepare_run, read_records
 from dpoptim.app.cli import main
+from dpoptim.app.data.examples import TokenDataset
 from dpoptim.app.models.prepared import not_finite, random_batch
 from dpoptim.clipping import check_example_independence
+from dpoptim.integrations.chats import ChatTokens
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 
@@ -108,6 +110,13 @@ def test_examples_stay_independent_and_a_cut_example_has_loss_0(reviews):
     assert not not_finite(cut.model)
 
 
+def test_a_chat_without_tokens_leaves_the_others_in_place():
+    chats = [ChatTokens([], []), ChatTokens([5, 6], [False, True])]
+    dataset = TokenDataset(chats, None, filler=0)
+    assert [np.asarray(dataset[place].is_response).tolist() for place in (0, 1)] == [[False], [False, True]]
+    assert dataset.untaught() == 1
+
+
 def recipe(folder, data, **changes):
     model = tiny.saved(folder / "gpt2", tiny.gpt2(tiny.bytepair()), tiny.bytepair())
     settings = {"model": model, "data": str(data), "noise_multiplier": 1.0, "noise": "independent", "batch_size": 5}
@@ -120,6 +129,7 @@ def test_a_run_records_what_it_found(tmp_path, reviews):
     assert setup.recipe.text_column == "text"
     assert "after prompts 'A {stars} review:'" in setup.messages[0]
     assert "no chat template" in " ".join(setup.messages)
+    assert "2 classes read from the data: bad, good" in " ".join(setup.messages), "they are published"
     assert setup.validation is not None
     assert len(setup.validation.records) == 1
     again = Recipe.from_dict(setup.recipe.to_dict())
@@ -153,7 +163,8 @@ MISTAKES = {
         ["--prompt-template", "A", "--text-column", "x"],
         "text_column='x' is not a column",
     ),
-    "an open brace": (["--prompt-template", "A {stars"], "cannot be read"),
+    "a prompt with its own text": (["--prompt-template", "A review: {text}"], "into its own prompt; leave {text} out"),
+    "an open brace": (["--prompt-template", "A {stars"], "must name columns as {name}"),
     "a field with a format": (["--prompt-template", "A {stars:d}"], "must name columns as {name}"),
     "a label outside of the prompts": (["--label-column", "stars"], "or write {stars} in prompt_template"),
     "messages that are texts": (["--messages-column", "text"], "records that are not lists such as [{"),
@@ -192,6 +203,23 @@ def test_empty_responses_are_refused(tmp_path):
         read_records(lines(tmp_path / "a.jsonl", rows), may_be_chats=True)
     with pytest.raises(ValueError, match="has 1 records without 'response'"):
         read_records(lines(tmp_path / "b.jsonl", [{"prompt": "a", "response": None}]), may_be_chats=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": float("nan")}, "has 1 records without 'text'"),
+        ({"stars": float("nan")}, "has 1 records without 'stars'"),
+        ({"stars": None}, "has 1 records without 'stars'"),
+        ({"text": ["a", "b"]}, "has 1 records whose 'text' is not a text or a number"),
+    ],
+)
+def test_values_that_are_missing_or_lists_are_refused(tmp_path, row, problem):
+    good = {"stars": 0, "text": "a"}
+    data = lines(tmp_path / "a.jsonl", [good, {**good, **row}])
+    with pytest.raises(ValueError, match=problem):
+        read_records(data, prompt_template=TEMPLATE)
+    read_records(lines(tmp_path / "b.jsonl", [good]), prompt_template=TEMPLATE)
 
 
 def test_held_out_records_must_be_of_the_same_kind(tmp_path, reviews):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 
 from dpoptim.app import evaluate_synthetic
 from dpoptim.app.cli import main
-from dpoptim.app.synthetic.copies import WORDS, KnownTexts, words_of
+from dpoptim.app.synthetic.copies import WORDS, find_copies, words_of
 from tests.app import tiny
 
 COMMON = ["film", "story", "actors", "music", "camera", "plot", "scene", "ending"]
@@ -45,14 +46,39 @@ def flags(files):
 def test_a_classifier_learns_from_synthetic_texts(files, tmp_path, capsys):
     assert main(["evaluate-synthetic", *flags(files)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "accuracy on real test texts: 100.0 % after training on synthetic texts, 100.0 % on real texts"
+    own, real = re.findall(
+        r"training on 80 (?:synthetic|real) texts: ([\d.]+) % \(95 % interval: [\d.]+ to 1?\d\d", shown
     )
-    assert "the most common label alone gives 50.0 %" in shown
+    assert float(own) > 95 < float(real)
+    assert "The most common label alone gives 50.0 %" in shown
     assert "Not private" in shown
     wrong = evaluate_synthetic(write(tmp_path / "wrong.jsonl", 80, 5, flip=True), files["train"], files["test"])
     assert wrong.accuracy is not None
     assert wrong.accuracy["synthetic"] < 0.1 < 0.9 < wrong.accuracy["training"]
+
+
+def test_classifiers_learn_from_the_same_number_of_texts(files, tmp_path, monkeypatch):
+    seen = []
+
+    def record(model, train, test, **named):
+        seen.append(list(train.texts))
+        return 0.5
+
+    monkeypatch.setattr("dpoptim.app.synthetic.evaluate.accuracy", record)
+    for count in (20, 400):
+        found = evaluate_synthetic(write(tmp_path / "made.jsonl", count, 7), files["train"], files["test"])
+        assert found.learned_from == len(seen[-1]) == len(seen[-2]) == min(count, 80)
+    for seed in (0, 1):
+        evaluate_synthetic(tmp_path / "made.jsonl", files["train"], files["test"], seed=seed)
+    assert seen[2] == seen[4] != seen[6], "a random part by the seed"
+
+
+def test_one_label_is_learned_as_the_only_answer(files, tmp_path):
+    made = tmp_path / "made.jsonl"
+    made.write_text(json.dumps({"text": "great story", "label": "good"}) + "\n")
+    found = evaluate_synthetic(made, files["train"], files["test"])
+    assert found.accuracy is not None
+    assert found.accuracy["synthetic"] == 0.5
 
 
 def test_json_says_that_it_is_not_private(files, capsys):
@@ -80,8 +106,6 @@ def test_copies_are_found_and_counted(files, tmp_path):
     found = evaluate_synthetic(made, tmp_path / "train.jsonl", files["test"])
     assert found.copies["synthetic"] == {"texts": 5, "exact": 1, "near": 2, "longest": 9}
     assert found.worst[0] == {"row": 3, "training_record": 4, "words": 9}
-    everything = evaluate_synthetic(made, tmp_path / "train.jsonl", files["test"], overlap=0.1)
-    assert everything.copies["synthetic"]["near"] == 3
 
 
 def longest_in_common(one, other):
@@ -97,29 +121,43 @@ def longest_in_common(one, other):
     return best if best >= WORDS else 0
 
 
+def copies(texts, known):
+    return find_copies([words_of(text) for text in texts], [words_of(text) for text in known])
+
+
 def test_passages_with_a_gap_are_not_joined():
-    found = KnownTexts(["a b c d e X f g h i j"]).overlap("a b c d e Y f g h i j")
-    assert found.longest == 5
-    assert found.share == pytest.approx(2 / 7)
+    found = copies(["a b c d e Y f g h i j"], ["a b c d e X f g h i j"])
+    assert found.longest.tolist() == [5]
+    assert found.share.tolist() == pytest.approx([2 / 7])
 
 
-def test_overlaps_match_brute_force():
+def test_common_phrases_hide_no_copy():
+    """The 150th of many texts with the same beginning, copied to a half."""
+    known = [f"dear sir or madam i write to you because {' '.join(f'w{i}x{j}' for j in range(9))}" for i in range(300)]
+    found = copies([" ".join([*known[149].split()[:14], "n", "m", "o", "p"])], known)
+    assert found.longest.tolist() == [14]
+    assert found.record.tolist() == [149]
+    assert found.share.tolist() == pytest.approx([10 / 14])
+
+
+@pytest.mark.parametrize("alphabet", ["a", "abc", "abcdefgh"])
+def test_copies_match_brute_force(alphabet):
     generator = random.Random(0)
-    texts = [" ".join(generator.choices("abc", k=generator.randint(2, 25))) for _ in range(120)]
-    known, others = texts[:60], texts[60:]
-    index = KnownTexts(known)
-    for text in others:
-        found = index.overlap(text)
+    texts = [" ".join(generator.choices(alphabet, k=generator.randint(0, 25))) for _ in range(120)]
+    own, known = texts[:60], texts[60:]
+    found = copies(own, known)
+    for place, text in enumerate(own):
         longest = [longest_in_common(text, one) for one in known]
-        assert found.longest == max(longest)
-        if found.longest:
-            assert found.record is not None
-            assert longest[found.record] == found.longest
+        assert found.longest[place] == max(longest)
+        assert found.is_exact[place] == (text in known)
+        if found.is_exact[place]:
+            assert known[found.record[place]] == text
+        elif max(longest):
+            assert longest[found.record[place]] == max(longest)
         runs = [tuple(words_of(text)[i : i + WORDS]) for i in range(len(words_of(text)) - WORDS + 1)]
         theirs = [{tuple(words_of(one)[i : i + WORDS]) for i in range(len(words_of(one)) - WORDS + 1)} for one in known]
-        if runs:
-            assert found.share == pytest.approx(max(sum(run in own for run in runs) for own in theirs) / len(runs))
-        assert found.is_exact == (text in known)
+        share = max(sum(run in own for run in runs) for own in theirs) / len(runs) if runs else float(text in known)
+        assert found.share[place] == pytest.approx(share)
 
 
 def test_chats_without_labels_are_compared_by_their_responses(tmp_path):
@@ -148,8 +186,8 @@ def test_a_model_of_transformers_is_fine_tuned(files, tmp_path):
         (["--test", "missing.jsonl"], "data 'missing.jsonl' does not exist"),
         (["--text-column", "x"], "text_column='x' is not a column"),
         (["--label-column", "x"], "label_column='x' is not a column"),
-        (["--overlap", "0"], "Expected overlap"),
         (["--model", "missing/model/x"], "tokenizer='missing/model/x' does not exist"),
+        (["--text-column", "x"], "dpoptim: training texts: "),
     ],
 )
 def test_mistakes_are_one_line(files, changes, problem, capsys):
@@ -164,3 +202,8 @@ def test_labels_must_be_those_of_the_training_texts(files, tmp_path, capsys):
     other.write_text(json.dumps({"text": "a", "label": "unknown"}) + "\n")
     assert main(["evaluate-synthetic", *flags({**files, "synthetic": str(other)}), "--label-column", "label"]) == 2
     assert "labels that are not in label_names" in capsys.readouterr().err
+
+
+def test_a_file_is_not_compared_with_itself(files, capsys):
+    assert main(["evaluate-synthetic", *flags({**files, "test": files["train"]})]) == 2
+    assert "training and test texts are both" in capsys.readouterr().err

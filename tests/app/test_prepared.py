@@ -78,7 +78,7 @@ def test_text_classification_losses_match_the_models_own(decoder):
     model: Any = prepared.model.eval()
     losses = prepared.loss_per_example(model, whole_batch(prepared))
     for j in range(len(tiny.TEXTS)):
-        tokens, label, _ = prepared.dataset[j]
+        tokens, label, *_ = prepared.dataset[j]
         alone = model(input_ids=torch.tensor(tokens[None]).long(), labels=torch.tensor([label])).loss
         torch.testing.assert_close(losses[j], alone)
 

@@ -75,6 +75,40 @@ def test_a_prompt_has_the_tokens_that_it_had_in_training(tokenizer):
     assert not set(ids[start:-1]) & set(stop_ids(tokenizer)), "a response stops at its end, not before"
 
 
+def test_a_template_that_prints_the_date_does_not_change_with_it():
+    tokenizer = tiny.bytepair()
+    own = (
+        "{% set today = strftime_now('%d %b %Y') %}{{ strftime_now(\"%Y\") }} {{ today }} {{ messages[-1]['content'] }}"
+    )
+    tokenizer.chat_template = own
+    assert split(tokenizer, CHAT[1:3])[0] == "2025 01 Jan 2025 a fox<|endoftext|>"
+    assert tokenizer.chat_template == own
+
+
+@pytest.mark.parametrize(
+    "start", ["{{ bos_token }}", "{% if messages[0]['role'] != 'system' %}<|turn|>system\nbe nice<|over|>\n{% endif %}"]
+)
+def test_what_a_template_adds_is_there_once_and_not_trained(start):
+    tokenizer = tiny.chatty()
+    tokenizer.chat_template = start + tokenizer.chat_template
+    whole, trained = split(tokenizer, CHAT[1:3])
+    added = "<|endoftext|>" if "bos" in start else "<|turn|>system\nbe nice<|over|>\n"
+    assert whole == f"{added}<|turn|>user\n a dog? <|over|>\n<|turn|>assistant\na fox<|over|>"
+    assert trained == "a fox<|over|>"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[1:2])) == whole.removesuffix("a fox<|over|>")
+
+
+def test_marks_of_generation_and_thoughts_before_the_last_response_are_read():
+    tokenizer = tiny.chatty()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+        "{% if loop.last %}<think></think>{% endif %}{{ m['content'] }}<|over|>{% endgeneration %}"
+        "{% else %}{{ m['content'] }}<|over|>{% endif %}\n{% endfor %}"
+    )
+    assert split(tokenizer, CHAT[1:5])[1] == "a fox<|over|>no assistant<|over|>"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[1:2])).endswith("<|turn|>assistant\n<think></think>")
+
+
 def test_long_chats_are_cut_at_the_end():
     tokenizer = tiny.chatty()
     ((ids, is_response),) = tokenize_chats(tokenizer, [CHAT], max_length=200)

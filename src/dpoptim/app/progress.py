@@ -81,7 +81,8 @@ class ProgressReporter:
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         """A step is done: ε so far, and the seconds per step (0 if unknown)."""
-        self._rate = f"{self._batch_size / seconds:.0f} examples/s" if seconds else ""
+        rate, what = self._batch_size / (seconds or math.inf), "examples" if self._unit == "step" else f"{self._unit}s"
+        self._rate = f"{rate:.{0 if rate >= 10 else 1}f} {what}/s" if seconds else ""
         self._spent = "" if self._whole_run else f"epsilon {format_epsilon(epsilon)} so far"
         if self._bar is not None:
             spent = self._spent.replace("epsilon", "ε")

@@ -7,6 +7,8 @@ and in generation.
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +28,8 @@ PLAIN_TEMPLATE = (
 """For a tokenizer without a chat template: a response ends with the end of the text, all else with a new line."""
 
 _MARK = "\ue0f1response\ue0f2"  # private-use characters: no text has them
-_CHUNK = 1024
+_TODAY = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+_DATE = datetime.date(2025, 1, 1)  # in place of today: a run that is resumed tomorrow must have the same tokens
 
 
 class ChatTokens(NamedTuple):
@@ -84,24 +87,19 @@ def tokenize_chats(
     A response consists of its text and of what the template puts after it to end the turn. If that is not a special
     token, the end-of-text token closes the chat. Messages after the last response are left out.
     """
-    closing = _closing(tokenizer)
-    for start in range(0, len(chats), _CHUNK):
-        chunk = []
-        for place in range(start, min(start + _CHUNK, len(chats))):
-            try:
-                chunk.append(_pieces(tokenizer, chats[place]))
-            except ValueError as error:
-                raise ValueError(f"{locate(place)}: {error}") from error
-        ids = iter(_ids(tokenizer, [text for pieces in chunk for text, _ in pieces]))
-        for pieces in chunk:
-            found = ChatTokens([], [])
-            for _, is_response in pieces:
-                own = next(ids)
-                found.ids.extend(own)
-                found.is_response.extend([is_response] * len(own))
-            found.ids.extend(closing)
-            found.is_response.extend([True] * len(closing))
-            yield ChatTokens(found.ids[:max_length], found.is_response[:max_length])
+    eos = tokenizer.eos_token_id
+    closing = [eos] if eos is not None and _end(tokenizer) is None else []
+    for place, chat in enumerate(chats):
+        try:
+            pieces = _pieces(tokenizer, chat)
+        except ValueError as error:
+            raise ValueError(f"{locate(place)}: {error}") from error
+        found = ChatTokens([], [])
+        tokens = _ids(tokenizer, [text for text, _ in pieces])
+        for ids, (_, is_response) in zip([*tokens, closing], [*pieces, ("", True)], strict=True):
+            found.ids.extend(ids)
+            found.is_response.extend([is_response] * len(ids))
+        yield ChatTokens(found.ids[:max_length], found.is_response[:max_length])
 
 
 def tokenize_chat(tokenizer: Any, messages: Chat, *, max_length: int) -> dict[str, list[int]]:
@@ -137,10 +135,9 @@ def prompt_ids(tokenizer: Any, messages: Chat) -> list[int]:
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end a response: the end of the text, and the last token that the template puts after it."""
-    ending = _ids(tokenizer, [_ending(tokenizer)])[0][-1:] if tokenizer.chat_template is not None else []
-    found = {token for token in ending if _is_special(tokenizer, token)} | {tokenizer.eos_token_id}
-    return sorted(token for token in found if token is not None)
+    """The tokens that end a response: the end of the text, and the special token that the template puts after it."""
+    own = _end(tokenizer) if tokenizer.chat_template is not None else None
+    return sorted({token for token in (own, tokenizer.eos_token_id) if token is not None})
 
 
 def next_tokens(tokens: NDArray[np.int32], is_response: NDArray[np.bool_] | None) -> NDArray[np.int32]:
@@ -170,27 +167,19 @@ def _pieces(tokenizer: Any, chat: Chat) -> list[tuple[str, bool]]:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
+    template = _TODAY.sub(lambda found: repr(_DATE.strftime(found[2])), tokenizer.get_chat_template())
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # templates raise errors of their own, such as for a role that they do not know
         raise ValueError(f"the tokenizer's chat template refuses this chat ({first_line(error)})") from error
 
 
-def _ending(tokenizer: Any) -> str:
-    """What the template puts after a response."""
+def _end(tokenizer: Any) -> int | None:
+    """The special token at the end of what the template puts after a response."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-    return _rendered(tokenizer, chat).rpartition(_MARK)[2].rstrip()
-
-
-def _closing(tokenizer: Any) -> list[int]:
-    """The end-of-text token, if the template does not end a response with a special token."""
-    last = _ids(tokenizer, [_ending(tokenizer)])[0][-1:]
-    is_closed = last and _is_special(tokenizer, last[0])
-    return [] if is_closed or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def _is_special(tokenizer: Any, token: int) -> bool:
-    return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
+    ending = _rendered(tokenizer, chat).rpartition(_MARK)[2].rstrip()
+    own = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return next((token for token in _ids(tokenizer, [ending])[0][-1:] if token in own), None)
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Compare synthetic texts with the real texts they stand for.
 
-A classifier is trained on synthetic texts, and another on real ones; both are tested on real texts that were held out.
-Then come lengths and vocabulary, and texts that repeat training texts, next to the same counts for held-out texts.
+A classifier is trained on synthetic texts, and another on the same number of real ones. Both are tested on real texts
+that were held out. Then come lengths, vocabulary and copies of training texts, beside those of the held-out texts.
 
 All results are computed from real texts without noise: they are NOT PRIVATE.
 
@@ -27,16 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--train", required=True, metavar="DATA", help="the private training texts")
     files.add_argument("--test", required=True, metavar="DATA", help="real texts that were not used in training")
     files.add_argument("--text-column", metavar="NAME", help="default: text; of chats, the responses")
-    files.add_argument("--label-column", metavar="NAME", help="default: label; without one there is no classifier")
+    files.add_argument("--label-column", metavar="NAME", help="default: label; without it, no classifier")
     how = parser.add_argument_group("comparison")
     how.add_argument("--model", default="bag-of-words", metavar="NAME", help="classifier (default: bag-of-words)")
-    how.add_argument(
-        "--overlap",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="a near copy has this share of its runs of five words in one training text (default: 0.5)",
-    )
     how.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")
     how.add_argument("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
@@ -50,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from dpoptim.app.synthetic.evaluate import evaluate_synthetic
 
     silence_libraries()
-    names = ("text_column", "label_column", "model", "overlap", "seed", "device")
+    names = ("text_column", "label_column", "model", "seed", "device")
     settings = {name: getattr(options, name) for name in names}
     with ProgressReporter(Console(stderr=True)) as progress:
         found = evaluate_synthetic(options.synthetic, options.train, options.test, stage=progress.stage, **settings)
@@ -58,14 +51,14 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
     if found.accuracy is None:
-        print("no column of labels, so no classifier was trained (--label-column names it)")
+        print("no classifier was trained, because not all texts have labels (--label-column names their column)\n")
     else:
-        own, real, common = (f"{100 * value:.1f} %" for value in found.accuracy.values())
-        print(f"accuracy on real test texts: {own} after training on synthetic texts, {real} on real texts")
-        print(f"(the most common label alone gives {common}; classifier: {found.model})")
-    copies = found.copies["synthetic"]
-    share = f"{copies['exact']} exact and {copies['near']} near copies of training texts"
-    print(f"{share} in {copies['texts']:,} synthetic texts; longest passage in common: {copies['longest']} words\n")
+        print(f"accuracy of a {found.model} classifier on {found.texts['test']['texts']:,} real test texts, after")
+        for name, text in (("synthetic", "synthetic"), ("training", "real")):
+            low, high = (f"{100 * value:.1f}" for value in found.intervals[name])
+            accuracy = f"{100 * found.accuracy[name]:.1f} % (95 % interval: {low} to {high})"
+            print(f"  training on {found.learned_from:,} {text} texts: {accuracy}")
+        print(f"The most common label alone gives {100 * found.accuracy['most common label']:.1f} %.\n")
     rows = []
     for name, one in found.texts.items():
         repeats = found.copies.get(name)
@@ -85,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     output_console().print(table_of(rows, words=1))
     for one in found.worst:
         print(f"row {one['row']} has {one['words']} words in a row of training record {one['training_record']}")
-    print("\nNot private: these numbers are computed from real texts without noise. Do not publish them, and do not")
-    print(
-        "choose settings of a run by them, unless you account for it. Real test texts show how many copies are chance."
-    )
+    print("\nA near copy has half of its runs of five words in one training text; exact copies count, too.")
+    print("The test texts show how many copies are chance.\n")
+    print("Not private: all numbers are computed from real texts without noise. Do not publish them, and do not choose")
+    print("settings of a run by them, unless you account for it.")
     return 0

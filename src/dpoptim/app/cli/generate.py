@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument("--num", type=count, metavar="N", help="rows (default: one per prompt of --prompts, else 1000)")
     rows = parser.add_argument_group("prompts")
-    rows.add_argument("--by", metavar="LABEL", help="the same number of rows for each label of this column")
+    rows.add_argument("--by", metavar="COLUMN", help="the same number of rows for each label in this column")
     rows.add_argument(
         "--weights",
         nargs="+",
@@ -37,14 +37,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="with --by: public proportions of the labels; those of the training records are private",
     )
     rows.add_argument("--prompt", metavar="TEXT", help="one prompt for all rows")
-    rows.add_argument("--prompts", type=Path, metavar="FILE", help=".txt (one per line), .jsonl, .csv or .parquet")
+    rows.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="public prompts: .txt (one per line), .jsonl, .csv or .parquet"
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-new-tokens", type=count, metavar="N", help="default: up to the length at which training texts were cut"
     )
-    sampling.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default: 1; 0 is greedy")
     sampling.add_argument(
-        "--top-p", type=float, default=0.95, metavar="X", help="keep tokens with this probability (default: 0.95)"
+        "--temperature", type=float, default=1.0, metavar="X", help="default: 1; 0 takes the most likely tokens"
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="X",
+        help="keep the likely tokens that together have this probability (default: 0.95)",
     )
     sampling.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")
     sampling.add_argument("--batch-size", type=count, default=32, metavar="N", help="rows at once (default: 32)")
@@ -60,13 +68,15 @@ def run(options: argparse.Namespace) -> int:
 
     silence_libraries()
     weights = None if options.weights is None else dict(map(_weight, options.weights))
+    if weights is not None and len(weights) < len(options.weights):
+        raise ValueError("--weights has a label twice; give each once")
     if options.prompt is not None and options.prompts is not None:
         raise ValueError("--prompt and --prompts were both given; give one of them")
     from dpoptim.app.synthetic.generate import ROWS, generate
 
     num, prompts = options.num, options.prompts
     if options.prompt is not None:
-        num, prompts = num or ROWS, [options.prompt]
+        num, prompts = ROWS if num is None else num, [options.prompt]
     names = ("out", "by", "max_new_tokens", "temperature", "top_p", "batch_size", "seed", "device")
     settings = {name: getattr(options, name) for name in names}
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,17 +31,23 @@ class TextExample(NamedTuple):
     tokens: NDArray[np.int32]
     label: int  # IGNORED if there is none
     is_empty: bool  # the text has no tokens; the one token here is padding and not a target
+    is_response: NDArray[np.bool_] | None = None  # of a chat: the tokens that are targets
 
 
 class TokenDataset(Dataset[TextExample]):
-    """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`."""
+    """Tokenized texts or chats, stored in one array; a text without tokens becomes one token `filler`."""
 
-    def __init__(self, texts: Iterable[Sequence[int]], labels: NDArray[np.int64] | None, *, filler: int) -> None:
-        tokens, counts = array.array("i"), array.array("q")
+    def __init__(
+        self, texts: Iterable[Sequence[int] | ChatTokens], labels: NDArray[np.int64] | None, *, filler: int
+    ) -> None:
+        tokens, counts, flags = array.array("i"), array.array("q"), bytearray()
         for text in texts:
-            tokens.extend(text or [filler])
-            counts.append(len(text))
+            ids = text.ids if isinstance(text, ChatTokens) else text
+            flags.extend((text.is_response or [False]) if isinstance(text, ChatTokens) else ())
+            tokens.extend(ids or [filler])
+            counts.append(len(ids))
         self._tokens, self._labels = np.frombuffer(tokens, np.int32), labels
+        self._is_response = np.frombuffer(bytes(flags), np.bool_) if flags else None
         self._empty = np.frombuffer(counts, np.int64) == 0
         self.lengths = np.maximum(np.frombuffer(counts, np.int64), 1)
         self._ends = np.cumsum(self.lengths)
@@ -50,41 +56,15 @@ class TokenDataset(Dataset[TextExample]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TextExample:
-        end = self._ends[index]
+        own = slice(self._ends[index] - self.lengths[index], self._ends[index])
         label = IGNORED if self._labels is None else int(self._labels[index])
-        return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
-
-
-class ChatExample(NamedTuple):
-    """One chat as token ids; only the tokens of responses are targets."""
-
-    tokens: NDArray[np.int32]
-    is_response: NDArray[np.bool_]
-
-
-class ChatDataset(TokenDataset):
-    """Tokenized chats."""
-
-    def __init__(self, chats: Iterable[ChatTokens], *, filler: int) -> None:
-        flags = bytearray()
-
-        def ids() -> Iterator[list[int]]:
-            for chat in chats:
-                flags.extend(chat.is_response)
-                yield chat.ids
-
-        super().__init__(ids(), None, filler=filler)
-        self._is_response = np.frombuffer(bytes(flags), np.bool_)
-
-    def __getitem__(self, index: int) -> Any:
-        tokens, own = (
-            super().__getitem__(index).tokens,
-            slice(self._ends[index] - self.lengths[index], self._ends[index]),
-        )
-        return ChatExample(tokens, self._is_response[own])
+        is_response = None if self._is_response is None else self._is_response[own]
+        return TextExample(self._tokens[own], label, bool(self._empty[index]), is_response)
 
     def untaught(self) -> int:
         """How many chats have no response within their tokens; their loss is 0."""
+        if self._is_response is None:
+            return 0
         return int((np.add.reduceat(self._is_response, self._ends - self.lengths) == 0).sum())
 
 
@@ -128,7 +108,7 @@ class _PaddedCollate:
     def _pad(self, rows: Sequence[Any], value: int) -> Tensor:
         return pad_to_bucket(rows, value=value, bucket=self.bucket)[:, : self.max_length]
 
-    def _tokens(self, examples: Sequence[TextExample | ChatExample]) -> Batch:
+    def _tokens(self, examples: Sequence[TextExample]) -> Batch:
         ids = self._pad([example.tokens for example in examples], self.pad_id)
         lengths = torch.tensor([len(example.tokens) for example in examples])
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
@@ -157,8 +137,8 @@ class MaskedCollate(_PaddedCollate):
 class CausalCollate(_PaddedCollate):
     """Makes input_ids, attention_mask and labels: at each position the next token, if it is a target."""
 
-    def __call__(self, examples: Sequence[TextExample | ChatExample]) -> Batch:
-        following = [next_tokens(example.tokens, getattr(example, "is_response", None)) for example in examples]
+    def __call__(self, examples: Sequence[TextExample]) -> Batch:
+        following = [next_tokens(example.tokens, example.is_response) for example in examples]
         return {**self._tokens(examples), "labels": self._pad(following, IGNORED)}
 
 

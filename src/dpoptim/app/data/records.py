@@ -307,11 +307,20 @@ class _Reader:
             if name not in self.columns:
                 columns = ", ".join(self.columns)
                 raise ValueError(f"prompt_template={template!r} names {name!r}, but the columns are {columns}")
+        if text in fields:
+            raise ValueError(
+                f"prompt_template={template!r} puts the text {text!r} into its own prompt; leave {{{text}}} out, or "
+                "set text_column (--text-column)"
+            )
         used = {name: list(self.columns[name]) for name in fields}
         responses = list(self.columns[text])
+        what = f"data {self.source!r}"
         for name, values in {**used, text: responses}.items():
-            wrong = [index for index, value in enumerate(values) if value is None or not str(value).strip()]
-            refuse(wrong, self.locate, f"data {self.source!r}", f"records without {name!r}", "remove them")
+            absent = [value is None or value != value or not str(value).strip() for value in values]  # NaN is not NaN
+            wrong = [place for place, is_absent in enumerate(absent) if is_absent]
+            refuse(wrong, self.locate, what, f"records without {name!r}", "remove them")
+            wrong = [place for place, value in enumerate(values) if not isinstance(value, str | int | float)]
+            refuse(wrong, self.locate, what, f"records whose {name!r} is not a text or a number", "correct them")
         found = self._records(RecordKind.TEXT, label, texts=responses, prompt_template=template, text_column=text)
         if label is not None and found.labels is not None:
             used[label] = [found.label_names[place] for place in found.labels]

@@ -18,8 +18,6 @@ from torch.utils.data import Dataset
 from dpoptim.app.data.examples import (
     Batch,
     CausalCollate,
-    ChatDataset,
-    ChatExample,
     ImageDataset,
     MaskedCollate,
     TextCollate,
@@ -276,7 +274,7 @@ def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int) 
     def make_dataset(records: Records) -> TokenDataset:
         if records.chats is not None:
             chats = tokenize_chats(tokenizer, records.chats, max_length=length, locate=records.locate)
-            return ChatDataset(chats, filler=pad_id)
+            return TokenDataset(chats, None, filler=pad_id)
         labels = records.labels if task.is_classification else None
         return TokenDataset(_tokenized(tokenizer, records.texts, length, closing), labels, filler=pad_id)
 
@@ -345,11 +343,10 @@ def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
     return prepared.collated([(one, place % classes) for place, one in enumerate(values)])
 
 
-def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExample] | list[ChatExample]:
+def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExample]:
     generator = np.random.default_rng(0)
     words = np.setdiff1d(np.arange(len(prepared.tokenizer)), prepared.tokenizer.all_special_ids)
     classes = max(1, len(prepared.records.label_names))
     texts = [generator.choice(words, length).astype(np.int32) for length in lengths]
-    if prepared.records.chats is not None:
-        return [ChatExample(tokens, np.arange(len(tokens)) >= len(tokens) // 2) for tokens in texts]
-    return [TextExample(tokens, place % classes, False) for place, tokens in enumerate(texts)]
+    halves = [None if prepared.records.chats is None else np.arange(len(text)) >= len(text) // 2 for text in texts]
+    return [TextExample(text, place % classes, False, halves[place]) for place, text in enumerate(texts)]

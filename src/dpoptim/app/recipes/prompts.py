@@ -15,11 +15,10 @@ def parts(template: str) -> list[tuple[str, str | None]]:
     """
     try:
         found = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"prompt_template={template!r} cannot be read ({error}); write columns as {{name}}") from error
-    for _, field, format_spec, conversion in found:
-        if field is not None and (not field.strip() or format_spec or conversion):
-            raise ValueError(f"prompt_template={template!r} must name columns as {{name}}, and braces as {{{{ and }}}}")
+    except ValueError:  # a brace without its partner
+        found = [("", "", "", None)]
+    if any(field is not None and (not field.strip() or spec or conversion) for _, field, spec, conversion in found):
+        raise ValueError(f"prompt_template={template!r} must name columns as {{name}}, and braces as {{{{ and }}}}")
     return [(text, field) for text, field, _, _ in found]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dpoptim.app.data.estimates import open_columns, with_estimates
-from dpoptim.app.data.examples import ChatDataset
+from dpoptim.app.data.examples import TokenDataset
 from dpoptim.app.data.records import RecordKind, Records, held_out_places, read_records
 from dpoptim.app.models.loading import check_does, task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
@@ -123,7 +123,8 @@ def prepare_run(
         notes += _notes_on_shared(training, held_out)
     if held_out is not None:
         notes += _notes_on_unfit(held_out, open_columns(declared))
-    if task.is_classification and recipe.label_names is None and label_of(recipe) not in declared:
+    names = training.label_names if task.is_classification or training.prompt_template is not None else ()
+    if names and recipe.label_names is None and label_of(recipe) not in declared:
         notes.append(_note_on_classes(training))
     units, unit = len(training), "record"
     if training.users is not None:
@@ -141,7 +142,6 @@ def prepare_run(
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
     recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
-    names = training.label_names if task.is_classification or training.prompt_template is not None else None
     recipe = recipe.replace(max_length=prepared.max_length, label_names=names or None)
     recipe, chat_notes = _with_chats(recipe, prepared)
     notes += chat_notes
@@ -203,7 +203,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
 def _with_chats(recipe: Recipe, prepared: Prepared) -> tuple[Recipe, list[str]]:
     """The recipe with the columns of prompts and responses that were found, and notes on them."""
     records, dataset = prepared.records, prepared.dataset
-    if not isinstance(dataset, ChatDataset):
+    if records.chats is None or not isinstance(dataset, TokenDataset):
         return recipe, []
     notes = []
     if PLAIN_TEMPLATE in prepared.tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""Find texts that repeat passages of other texts, by hashes of the runs of words in them."""
+"""Find texts that repeat passages of other texts: exactly, by comparing the runs of words in them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 WORDS = 5  # in a row: shorter runs are common phrases
-_MOST = 100  # places of one run of words that are compared; more are a common phrase
+_AT_ONCE = 256  # texts that are compared with all known ones; bounds the memory
 
 
 def words_of(text: str) -> list[str]:
@@ -18,69 +19,68 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """What a text shares with known texts."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Copies:
+    """What each text shares with the known text that it shares most with."""
 
-    is_exact: bool  # the same words in the same order as a known text
-    share: float  # of its runs of words, the most that one known text has
-    longest: int  # the most words in a row that one known text has; 0 below WORDS
-    record: int | None  # the place of the text with these words
+    is_exact: NDArray[np.bool_]  # the same words in the same order as a known text
+    share: NDArray[np.float64]  # of its runs of WORDS words; of a shorter text, 1 if it is exact
+    longest: NDArray[np.int64]  # the most words in a row; 0 below WORDS
+    record: NDArray[np.int64]  # the place of a known text with these words; −1 if there are none
 
 
-class KnownTexts:
-    """Every run of `WORDS` words of some texts, to find again in others.
+def find_copies(texts: Sequence[Sequence[str]], known: Sequence[Sequence[str]]) -> Copies:
+    """Compare texts with known texts; both are lists of words.
 
-    >>> known = KnownTexts(["one two three four five six seven"])
-    >>> known.overlap("zero, one two three four five SIX")
-    Overlap(is_exact=False, share=0.6666666666666666, longest=6, record=0)
+    >>> found = find_copies([words_of("zero, one two three four five SIX")], [words_of("one two three four five six")])
+    >>> found.longest, found.share.round(2)
+    (array([6]), array([0.67]))
     """
+    both, count = [*texts, *known], len(texts)
+    numbers: dict[str, int] = {}
+    words = np.array([numbers.setdefault(word, len(numbers)) for text in both for word in text], dtype=np.int64)
+    lengths = np.array([len(text) for text in both])
+    text = np.repeat(np.arange(len(both)), lengths)
+    ends = np.cumsum(lengths)[text]
+    longest, record, places = np.zeros(count, np.int64), np.full(count, -1), np.zeros(count)
+    # Shared runs of words grow by one word at a time: `runs` numbers those of `size` words that begin at `starts`.
+    starts, runs = np.arange(len(words)), np.zeros(len(words), np.int64)
+    for size in range(1, int(lengths.max()) + 1):
+        fits = starts + size <= ends[starts]
+        starts, runs = starts[fits], runs[fits]
+        runs = np.unique(runs * len(numbers) + words[starts + size - 1], return_inverse=True)[1]
+        is_new = text[starts] < count
+        is_shared = np.isin(runs, np.intersect1d(runs[is_new], runs[~is_new]))
+        starts, runs, is_new = starts[is_shared], runs[is_shared], is_new[is_shared]
+        if not len(starts):
+            break
+        if size >= WORDS:
+            new, old = ((text[starts[part]], runs[part]) for part in (is_new, ~is_new))
+            first = np.zeros(runs.max() + 1, np.int64)
+            first[old[1]] = old[0] - count
+            longest[new[0]], record[new[0]] = size, first[new[1]]
+            if size == WORDS:
+                places = _most_places(new, (old[0] - count, old[1]), (count, len(known)))
+    whole = {tuple(words): place for place, words in enumerate(known)}
+    exact = np.array([whole.get(tuple(words), -1) for words in texts])
+    return Copies(
+        is_exact=exact >= 0,
+        share=np.where(exact >= 0, 1.0, places / np.maximum(lengths[:count] - WORDS + 1, 1)),
+        longest=longest,
+        record=np.where(exact >= 0, exact, record),
+    )
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._numbers: dict[str, int] = {}
-        self._factors = np.random.default_rng(0).integers(1, 2**63, WORDS, dtype=np.uint64) | np.uint64(1)
-        self._whole: dict[tuple[str, ...], int] = {}
-        hashes, records, places = [], [], []
-        for record, text in enumerate(texts):
-            words = words_of(text)
-            self._whole.setdefault(tuple(words), record)
-            found = self._hashes(words)
-            hashes.append(found)
-            records.append(np.full(len(found), record))
-            places.append(np.arange(len(found)))
-        together = np.concatenate([*hashes, np.zeros(0, np.uint64)])
-        order = np.argsort(together, kind="stable")
-        self._sorted = together[order]
-        self._records, self._places = (np.concatenate([*part, np.zeros(0, int)])[order] for part in (records, places))
 
-    def overlap(self, text: str) -> Overlap:
-        """What a text shares with the known ones."""
-        words = words_of(text)
-        same, found = self._whole.get(tuple(words)), self._hashes(words)
-        first = np.searchsorted(self._sorted, found, side="left")
-        counts = np.minimum(np.searchsorted(self._sorted, found, side="right") - first, _MOST)
-        if not counts.sum():
-            return Overlap(is_exact=same is not None, share=float(same is not None), longest=0, record=same)
-        own = np.repeat(np.arange(len(found)), counts)
-        matched = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        records, shifts = self._records[matched], self._places[matched] - own
-        pairs = np.unique(np.stack([records, own]), axis=1)[0]
-        shared = np.unique(pairs, return_counts=True)[1]
-        order = np.lexsort((own, shifts, records))
-        records, shifts, own = records[order], shifts[order], own[order]
-        continues = (np.diff(records) == 0) & (np.diff(shifts) == 0) & (np.diff(own) == 1)
-        starts = np.flatnonzero(np.append(True, ~continues))
-        lengths = np.diff(np.append(starts, len(own)))
-        return Overlap(
-            is_exact=same is not None,
-            share=float(shared.max() / len(found)),
-            longest=int(lengths.max()) + WORDS - 1,
-            record=int(records[starts[lengths.argmax()]]),
-        )
+_Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # texts, and the runs of words in them
 
-    def _hashes(self, words: Sequence[str]) -> NDArray[np.uint64]:
-        """One number per run of words: the numbers of its words times fixed random factors, modulo 2^64."""
-        if len(words) < WORDS:
-            return np.zeros(0, np.uint64)
-        own = np.array([self._numbers.setdefault(word, len(self._numbers) + 1) for word in words], dtype=np.uint64)
-        return np.lib.stride_tricks.sliding_window_view(own, WORDS) @ self._factors
+
+def _most_places(texts: _Pairs, known: _Pairs, counts: tuple[int, int]) -> NDArray[np.float64]:
+    """How many places of each text have a run that one known text has, at most; `counts` are those of all texts."""
+    runs = 1 + max(texts[1].max(), known[1].max())
+    own, theirs = (
+        csr_array((np.ones(len(pairs[0])), pairs), shape=(count, runs))
+        for pairs, count in zip((texts, known), counts, strict=True)
+    )
+    theirs.data[:] = 1  # a run counts once per known text
+    parts = (own[start : start + _AT_ONCE] for start in range(0, counts[0], _AT_ONCE))
+    return np.concatenate([(part @ theirs.T).max(axis=1).toarray().ravel() for part in parts])

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from dpoptim.app.data.records import RecordKind, Records, read_records
+from dpoptim.app.runs.setup import same_source
 from dpoptim.app.synthetic.classifiers import BAG_OF_WORDS, accuracy
-from dpoptim.app.synthetic.copies import KnownTexts, words_of
-from dpoptim.arguments import check_number
+from dpoptim.app.synthetic.copies import find_copies, words_of
+from dpoptim.arguments import check_whole
 from dpoptim.integrations.chats import responses_of
 
+NEAR = 0.5  # the share of a text's runs of words that makes it a near copy
 _WORST = 3
 
 
@@ -28,8 +31,10 @@ class SyntheticScores:
 
     model: str
     accuracy: dict[str, float] | None  # on real test texts, by what the classifier was trained on; None without labels
+    intervals: dict[str, tuple[float, ...]]  # of these accuracies, at 95 %, from the number of test texts
+    learned_from: int  # texts that each classifier was trained on
     texts: dict[str, dict[str, float]]  # statistics of synthetic, training and test texts
-    copies: dict[str, dict[str, float]]  # of training texts, in synthetic and in test texts
+    copies: dict[str, dict[str, float]]  # of training texts, in synthetic and in test texts; see `NEAR`
     worst: list[dict[str, Any]]  # the synthetic rows that repeat most, by number, without their content
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,7 +50,6 @@ def evaluate_synthetic(
     text_column: str | None = None,
     label_column: str | None = None,
     model: str = BAG_OF_WORDS,
-    overlap: float = 0.5,
     seed: int = 0,
     device: str = "auto",
     stage: Callable[[str], None] = lambda text: None,
@@ -59,56 +63,64 @@ def evaluate_synthetic(
         text_column: The column of texts; of chats, responses are compared.
         label_column: The column of labels. Defaults to "label" or "labels"; without one there is no classifier.
         model: The classifier: "bag-of-words", or a model of transformers to fine-tune.
-        overlap: A near copy has at least this share of its runs of five words in one training text.
-        seed: The seed of the classifiers.
+        seed: The seed of the classifiers, and of the texts that they are trained on: both get the same number.
         device: The device of a model of transformers.
         stage: Called with a short text when a stage begins.
 
     Raises:
-        ValueError: A file or column is missing, or the files have different labels.
+        ValueError: A file or column is missing, two files are the same, or they have different labels.
 
     Not private: every result.
     """
-    check_number("overlap", overlap, above=0, high=1)
+    check_whole("seed", seed, low=0)
     stage("reading the texts")
-    names = None
     found: dict[str, Records] = {}
-    for name, source in (("training", train), ("test", test), ("synthetic", synthetic)):
-        found[name] = _texts(source, text_column, label_column, names)
-        names = found[name].label_names or None if name == "training" else names
-    real, held_out, made = found["training"], found["test"], found["synthetic"]
+    sources = {"training": train, "test": test, "synthetic": synthetic}
+    for name, source in sources.items():
+        same = next((other for other in found if same_source(str(sources[other]), str(source))), None)
+        if same is not None:
+            raise ValueError(f"{same} and {name} texts are both {str(source)!r}; give different ones")
+        names = found["training"].label_names or None if found else None
+        try:
+            found[name] = _texts(source, text_column, label_column, names)
+        except ValueError as error:
+            raise ValueError(f"{name} texts: {error}") from error
+    test_labels, tests = found["test"].labels, len(found["test"])
     scores: dict[str, float] | None = None
-    if all(records.labels is not None for records in found.values()):
-        if len(real.label_names) < 2:
-            raise ValueError(f"data {str(train)!r} has one label, {real.label_names[0]!r}; a classifier needs two")
-        stage("training classifiers")
-        scores = {
-            name: accuracy(model, records, held_out, seed=seed, device=device)
-            for name, records in (("synthetic", made), ("training", real))
-        }
-        scores["most common label"] = float(np.bincount(np.asarray(held_out.labels)).max() / len(held_out))
+    intervals, size = {}, min(len(found["synthetic"]), len(found["training"]))
+    if test_labels is not None and all(records.labels is not None for records in found.values()):
+        if len(found["training"].label_names) < 2:
+            raise ValueError(f"data {str(train)!r} has one label, and a classifier needs two")
+        scores = {}
+        for name in ("synthetic", "training"):
+            stage(f"training a classifier on {size:,} {name} texts")
+            chosen = np.random.default_rng(seed).permutation(len(found[name]))[:size]
+            scores[name] = accuracy(model, found[name].take(chosen), found["test"], seed=seed, device=device)
+            right = binomtest(round(scores[name] * tests), tests)
+            intervals[name] = tuple(map(float, right.proportion_ci(method="wilson")))
+        scores["most common label"] = float(np.bincount(test_labels).max() / tests)
     stage("comparing with training texts")
-    known = KnownTexts(real.texts)
+    words = {name: [words_of(text) for text in records.texts] for name, records in found.items()}
+    repeats = {name: find_copies(words[name], words["training"]) for name in ("synthetic", "test")}
     copies: dict[str, dict[str, float]] = {}
-    worst: list[dict[str, Any]] = []
-    for name, records in (("synthetic", made), ("test", held_out)):
-        overlaps = [known.overlap(text) for text in records.texts]
-        copies[name] = {
-            "texts": len(overlaps),
-            "exact": sum(one.is_exact for one in overlaps),
-            "near": sum(one.share >= overlap for one in overlaps),
-            "longest": max(one.longest for one in overlaps),
-        }
-        if name == "synthetic":
-            numbered = sorted(enumerate(overlaps, start=1), key=lambda pair: -pair[1].longest)[:_WORST]
-            worst = [
-                {"row": row, "training_record": one.record + 1, "words": one.longest}
-                for row, one in numbered
-                if one.record is not None
-            ]
-    common = [word for text in held_out.texts for word in words_of(text)]
-    texts = {name: _statistics(found[name].texts, common) for name in ("synthetic", "training", "test")}
-    return SyntheticScores(model=model, accuracy=scores, texts=texts, copies=copies, worst=worst)
+    for name, one in repeats.items():
+        counts = {"exact": int(one.is_exact.sum()), "near": int((one.share >= NEAR).sum())}
+        copies[name] = {"texts": len(words[name]), **counts, "longest": int(one.longest.max())}
+    most = repeats["synthetic"]
+    common = [word for text in words["test"] for word in text]
+    return SyntheticScores(
+        model=model,
+        accuracy=scores,
+        intervals=intervals,
+        learned_from=size,
+        texts={name: _statistics(words[name], common) for name in ("synthetic", "training", "test")},
+        copies=copies,
+        worst=[
+            {"row": row + 1, "training_record": int(most.record[row]) + 1, "words": int(most.longest[row])}
+            for row in np.argsort(-most.longest, kind="stable")[:_WORST].tolist()
+            if most.longest[row]
+        ],
+    )
 
 
 def _texts(source: str | Path, text: str | None, label: str | None, names: Sequence[str] | None) -> Records:
@@ -120,13 +132,12 @@ def _texts(source: str | Path, text: str | None, label: str | None, names: Seque
     return dataclasses.replace(found, texts=["\n".join(responses_of(chat)) for chat in found.chats], chats=None)
 
 
-def _statistics(texts: Sequence[str], common: Sequence[str]) -> dict[str, float]:
+def _statistics(words: Sequence[Sequence[str]], common: Sequence[str]) -> dict[str, float]:
     """Counts of texts and words; `covered` is the share of the words of the test texts that occur."""
-    words = [words_of(text) for text in texts]
     low, middle, high = np.quantile([len(own) for own in words], [0.05, 0.5, 0.95]).tolist()
     vocabulary = {word for own in words for word in own}
     return {
-        "texts": len(texts),
+        "texts": len(words),
         "distinct_texts": len({tuple(own) for own in words}),
         "words_low": low,
         "words_median": middle,
