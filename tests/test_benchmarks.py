@@ -209,7 +209,7 @@ def test_synthetic_abstracts_are_written_and_compared(tmp_path):
         "--pretraining-steps",
         "4",
         "--each",
-        "2",
+        "40",
         "--epsilons",
         "8",
         "--lora-rank",
@@ -222,6 +222,6 @@ def test_synthetic_abstracts_are_written_and_compared(tmp_path):
     (run,) = json.loads(record.read_text())["runs"]
     assert run["scores"]["accuracy"]["training"] > run["scores"]["accuracy"]["most common label"]
     rows = (tmp_path / "work" / "synthetic_8.jsonl").read_text().splitlines()
-    assert len(rows) == run["texts"] == 2 * len({json.loads(row)["label"] for row in rows})
+    assert len(rows) == run["texts"] == 40 * len({json.loads(row)["label"] for row in rows})
     subprocess.run([*command, "--from", str(record), "--write", str(again)], check=True, timeout=60)
     assert again.read_text() == page.read_text()
