@@ -233,3 +233,11 @@ def test_norms_follow_the_gradients_dtype():
     model(torch.ones(3, 2, dtype=torch.float64)).sum().backward()
     sums.engine.flush()
     assert [norms.dtype for norms in sums.norms] == [torch.float32, torch.float64]
+
+
+def test_counts_of_long_runs_take_little_memory():
+    sums = ClippedSums(torch.nn.Linear(2, 1), clip_norm=1.0)
+    for step in range(2500):
+        sums._note(torch.ones(3), torch.tensor([step % 3, 1, 0]))
+    assert len(sums._outcomes) < 1024
+    assert (sums.counts.clipped, sums.counts.nonfinite) == (sum(step % 3 for step in range(2500)), 2500)

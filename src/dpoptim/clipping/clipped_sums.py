@@ -187,6 +187,8 @@ class ClippedSums:
     def _note(self, norms: Tensor, counts: Tensor, examples: int | None = None) -> None:
         """Keep what clipping did to a physical batch, with the norms of all its rows."""
         self._outcomes.append(counts)
+        if len(self._outcomes) == 1024:  # so that long runs keep their memory
+            self._outcomes = [torch.stack(self._outcomes).sum(0)]
         self.norms.append(norms[:examples].clone())
         if self.is_adaptive:  # a row counts between 0 and 1, and padding, which has no gradient, counts 0
             self._clipped.append(clipped_part(norms / self.clip_norm).sum())
