@@ -27,7 +27,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
+from dpoptim.app.audit import (
+    Check,
+    PlanAudit,
+    audit_folder,
+    audit_plan,
+    default_canaries,
+    epsilon_check,
+    games_needed,
+)
 from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.cli import options as shared
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
@@ -56,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"
     shared.add_setting(game, "--variant", help=variants)
     game.add_argument(
-        "--canaries", type=shared.count, default=10_000, metavar="N", help="more canaries prove more (default: 10,000)"
+        "--canaries", type=shared.count, metavar="N", help="more prove more (default: 10 per example, at most 100,000)"
     )
     game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")
     game.add_argument("--seed", type=int, default=0, help="seed of coins, batches and noise (default: 0)")
@@ -70,15 +78,16 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None and options.files_only:
         raise ValueError("--plot shows the game, which --files-only skips; leave one of them out")
     plan, make, variant, files = _target(options)
+    canaries = default_canaries(plan) if options.canaries is None else options.canaries
     found: PlanAudit | None = None
     if not options.files_only:
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            steps = bar.add_task("steps over canaries", total=games_needed(plan, options.canaries) * plan.steps)
+            steps = bar.add_task("steps over canaries", total=games_needed(plan, canaries) * plan.steps)
             found = audit_plan(
                 plan,
                 make,
-                canaries=options.canaries,
+                canaries=canaries,
                 confidence=options.confidence,
                 seed=options.seed,
                 after_step=lambda: bar.advance(steps),
@@ -131,7 +140,7 @@ def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     given = {name: value for name, value in asked.items() if value is not None}
     given |= {"user_column": "audit"} if "records_per_user" in given else {}
     recipe = Recipe(model="audit", data="audit", **{"noise": "independent", "clip_norm": 1.0, **given})
-    return plan_of(recipe, parameters=options.canaries)
+    return plan_of(recipe, parameters=options.canaries or 10_000)
 
 
 def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
