@@ -64,7 +64,7 @@ def test_correct_training_passes(variant, changes):
     plan = plan_of(variant, **changes)
     found = audit_plan(plan, maker(variant), canaries=2000)
     assert found.passed, [check for check in found.checks if not check.passed]
-    assert found.games == games_needed(plan, 2000) == 2
+    assert found.games == games_needed(plan, 2000) == 10
     assert found.canaries == 2000
     assert 0.0 <= found.epsilon_bound < found.epsilon
     assert (found.gaussian_bound is None) == plan.sampling.is_random

@@ -3,10 +3,12 @@
 from dpoptim.app.audit.checks import Check
 from dpoptim.app.audit.plan_audit import PlanAudit, audit_plan, default_canaries, games_needed
 from dpoptim.app.audit.run_files import audit_folder, epsilon_check
+from dpoptim.app.audit.training import Training
 
 __all__ = [
     "Check",
     "PlanAudit",
+    "Training",
     "audit_folder",
     "audit_plan",
     "default_canaries",

@@ -15,6 +15,7 @@ from dpoptim.app.audit.checks import (
     NoiseSample,
     chance_check,
     errors_check,
+    gradients_check,
     measure_noise,
     noise_checks,
     sampling_violation,
@@ -30,6 +31,7 @@ from dpoptim.app.audit.statistics import (
     guessing_bound,
     trade_off_of,
 )
+from dpoptim.app.audit.training import Training
 from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
 from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan, accounting
@@ -37,7 +39,8 @@ from dpoptim.privacy.accounting import GaussianRun
 from dpoptim.privacy.statement import format_epsilon
 
 MAX_CANARIES = 1_000_000
-_LEAST_GAMES = 10  # a mechanism that reveals much with probability 1 in 100 cannot do so in each of them
+LEAST_GAMES = 10  # a mechanism that reveals much with probability 1 in 100 cannot do so in each of them
+_QUIET = 1e-6  # a noise multiplier that hides nothing
 _MAX_VALUES = 50_000_000  # released values kept from one game, 8 bytes each
 _MAX_CORRELATED_STEPS = 8_000  # C is stored as a dense matrix
 
@@ -81,14 +84,18 @@ class PlanAudit:
         return {**values, "checks": [asdict(check) for check in self.checks]}
 
 
-def games_needed(plan: PrivacyPlan, canaries: int) -> int:
-    """How many games hold that many canaries: a dataset has at most one per example. Ten prove more than one."""
-    return max(_LEAST_GAMES, -(-canaries // max(1, min(plan.num_examples, _MAX_VALUES // plan.steps))))
+def games_needed(plan: PrivacyPlan, canaries: int, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
+    """How many games hold that many canaries: one per example, or per two `beside` a model. Ten prove more than one."""
+    return max(least, -(-canaries // _most_canaries(plan, beside=beside)))
 
 
-def default_canaries(plan: PrivacyPlan) -> int:
-    """Ten games of 10,000 canaries, or of as many as there are examples."""
-    return max(100, _LEAST_GAMES * min(10_000, plan.num_examples, _MAX_VALUES // plan.steps))
+def default_canaries(plan: PrivacyPlan, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
+    """So many games of 10,000 canaries, or of as many as fit."""
+    return max(100, least * min(10_000, _most_canaries(plan, beside=beside)))
+
+
+def _most_canaries(plan: PrivacyPlan, *, beside: bool) -> int:
+    return max(1, min(plan.num_examples // (1 + beside), _MAX_VALUES // plan.steps))
 
 
 def audit_plan(
@@ -98,6 +105,8 @@ def audit_plan(
     canaries: int | None = None,
     confidence: float = 0.99,
     seed: int = 0,
+    games: int = LEAST_GAMES,
+    training: Training | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
     """Play games until there are enough canaries, and check the plan's claim.
@@ -110,6 +119,8 @@ def audit_plan(
         canaries: How many in all games, from 100 to a million; more prove more. Defaults to `default_canaries(plan)`.
         confidence: Of the bounds.
         seed: Determines coins, batches and noise.
+        games: The least number of games; more games of fewer canaries prove more, up to about ten.
+        training: A model with its loss and records, which is trained beside the canaries. Defaults to canaries alone.
         after_step: Called after each optimizer step.
 
     Raises:
@@ -122,15 +133,22 @@ def audit_plan(
     if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
         limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
         raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
-    canaries = default_canaries(plan) if canaries is None else canaries
+    beside = training is not None
+    check_number("games", check_whole("games", games), low=1, high=100)
+    canaries = default_canaries(plan, least=games, beside=beside) if canaries is None else canaries
     check_number("canaries", check_whole("canaries", canaries), low=100, high=MAX_CANARIES)
     check_number("confidence", confidence, low=0.5, below=1)
-    games, found = games_needed(plan, canaries), _Findings(plan)
+    games, found = games_needed(plan, canaries, least=games, beside=beside), _Findings(plan)
     size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
-        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step))
-    other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1)
+        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step, training=training))
+    other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1, training=training)
+    of_model = []
+    if training is not None:
+        quiet = plan.replace(noise_multiplier=_QUIET)
+        first = play(quiet, make_optimizer, canaries=1, seed=2 * seed * games, steps=1, training=training, compare=True)
+        of_model.append(gradients_check(first.distance))
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
     each = 1.0 - (1.0 - confidence) / 3  # the first two, which hold together, the third, and the errors share the error
@@ -155,6 +173,7 @@ def audit_plan(
         checks=[
             _claim_check(plan, spent, at_delta, as_gaussian, contradicted=noise <= planned),
             errors_check(allowed, scored, included, confidence=each),
+            *of_model,
             *found.checks(other_key),
         ],
         scores=scored,
