@@ -157,7 +157,7 @@ def test_broken_noise_and_clipping_fail(damage, changes, least):
 
 
 def failures(found: PlanAudit) -> set[str]:
-    return {check.name for check in found.checks if not check.passed}
+    return {check.name for check in found.checks if check.passed is False}
 
 
 def silent_squares(optimizer: Any) -> None:

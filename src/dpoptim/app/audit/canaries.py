@@ -132,8 +132,8 @@ def play(
         if not replaces:
             weight[places] = torch.from_numpy(directions).float()
     optimizer = make_optimizer(model, plan, key=key, run_id=_RUN)
-    if optimizer.mechanism.plan.release != plan.release:
-        raise ValueError(f"the optimizer releases {optimizer.mechanism.plan.release}; audit its own plan, optimizer.plan")
+    if optimizer.plan.release != plan.release:
+        raise ValueError(f"the optimizer releases {optimizer.plan.release}; audit its own plan, optimizer.plan")
     if training is not None and compare:
         plain = np.flatnonzero(~np.isin(owner, places) & np.isin(owner, batches[0]))
         expected = expected_gradients(model, training, plain, plan, optimizer.mechanism.scale)
@@ -241,7 +241,7 @@ def scores(plan: PrivacyPlan, matrix: Any, game: GameResult, whitened: Floats) -
         added = whiten(matrix, game.drawn.astype(np.float64))
         along = (whitened * added).sum(axis=0)
         return 2.0 * along if replaces else along - (added**2).sum(axis=0) / 2
-    # Few canaries are drawn at a step, so the releases show the noise. If it is weaker than planned, a sharper attack fits.
+    # Few canaries are drawn at a step, so the releases show the noise. If it is weak, a sharper attack fits.
     level = min(1.0, max(0.05, float(np.median(np.abs(whitened))) / float(ndtri(0.75))))
     along, squares = matrix.T @ whitened / level**2, (matrix**2).sum(axis=0)[:, None] / level**2
     terms = _log_mixture(plan.sampling_prob, along - squares / 2)

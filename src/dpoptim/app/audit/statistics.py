@@ -15,11 +15,11 @@ mean if the coin is g by e^ε times its mean if the coin is not g, plus δ. Aver
 
     E[V·h(V − 1)] ≤ e^ε·E[(r − V)·h(V)] + m·δ.                                                    (1)
 
-Let w(c) = P[B = c], b = P[B ≥ v] and K = v·w(v)/(b(1 − b)). Choose h(c) = K·b·P[B ≤ c]/((c + 1)·w(c + 1)) for c < v, and
-K·(1 − b)·P[B > c]/((c + 1)·w(c + 1)) for v ≤ c < r. As (c + 1)·w(c + 1) = e^ε·(r − c)·w(c), the difference
-V·h(V − 1) − e^ε·(r − V)·h(V) equals K·(1{V ≥ v} − b) for each V. Because w is log-concave, h increases up to v − 1, where
-it is 1, and decreases afterwards. So (1) says K·(P[V ≥ v] − b) ≤ m·δ. Finally b/w(v) is at most the sum of a geometric
-series with ratio (r − v)·e^ε/(v + 1) < 1, and 1 − b ≤ 1.
+Let w(c) = P[B = c], b = P[B ≥ v] and K = v·w(v)/(b(1 − b)). Choose h(c) = K·b·P[B ≤ c]/((c + 1)·w(c + 1)) for c < v,
+and K·(1 − b)·P[B > c]/((c + 1)·w(c + 1)) for v ≤ c < r. As (c + 1)·w(c + 1) = e^ε·(r − c)·w(c), the difference
+V·h(V − 1) − e^ε·(r − V)·h(V) equals K·(1{V ≥ v} − b) for each V. Because w is log-concave, h increases up to v − 1,
+where it is 1, and decreases afterwards. So (1) says K·(P[V ≥ v] − b) ≤ m·δ. Finally b/w(v) is at most the sum of a
+geometric series with ratio (r − v)·e^ε/(v + 1) < 1, and 1 − b ≤ 1.
 
 If the attack only guesses "in", half of the m·δ suffices: a sum over one value of g, each with probability 1/2.
 

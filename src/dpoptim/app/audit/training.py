@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ Gradients = dict[str, Tensor]
 
 
 def expected_gradients(
-    model: BesideModel, training: Training, places: Sequence[int], plan: PrivacyPlan, scale: Any
+    model: BesideModel, training: Training, places: Iterable[int], plan: PrivacyPlan, scale: Any
 ) -> Gradients | None:
     """The sum of the model's clipped gradients, in clip norms, one example at a time; None if they are random."""
     if type(plan.clipping) is not FixedClipNorm or plan.unit != "example":
@@ -90,7 +90,7 @@ def expected_gradients(
         for place in places:
             batch = training.batch([place])
             loss = training.loss(model.model, batch)
-            if place == places[0] and not torch.equal(loss, training.loss(model.model, batch)):
+            if not torch.equal(loss, training.loss(model.model, batch)):
                 return None  # such as by dropout
             found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
             parts = {name: g.double() for name, g in zip(parameters, found, strict=True) if g is not None}
