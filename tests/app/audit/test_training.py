@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model(inputs), labels, reduction="none")
 
 
-def training(model: type[nn.Module] = Tied, **changes: Any) -> Training:
+def training(model: Callable[[], nn.Module] = Tied, **changes: Any) -> Training:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(EXAMPLES, 6, generator=generator)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpoptim.clipping import public_data
+from dpoptim.clipping import PublicGradients, public_data
 from dpoptim.data.users import UserRecords
 from dpoptim.privacy import FixedClipNorm, PrivacyPlan
 
@@ -84,21 +84,19 @@ def expected_gradients(
     """The sum of the model's clipped gradients, in clip norms, one example at a time; None if they are random."""
     if type(plan.clipping) is not FixedClipNorm or plan.unit != "example":
         return None
-    parameters = {f"model.{name}": p for name, p in model.model.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    with public_data():
-        for place in places:
-            batch = training.batch([place])
-            loss = training.loss(model.model, batch)
-            if not torch.equal(loss, training.loss(model.model, batch)):
+    total: Gradients = {}
+    for place in places:
+        batch = training.batch([place])
+        with torch.no_grad(), public_data():
+            if not torch.equal(*(training.loss(model.model, batch) for _ in range(2))):
                 return None  # such as by dropout
-            found = torch.autograd.grad(loss.sum(), list(parameters.values()), allow_unused=True)
-            parts = {name: g.double() for name, g in zip(parameters, found, strict=True) if g is not None}
-            if scale is not None:
-                parts = {name: part * scale[name] for name, part in parts.items()}
-            norm = math.sqrt(sum(float((part**2).sum()) for part in parts.values()))
-            for name, part in parts.items():
-                total[name] += part / max(norm, plan.clip_norm)
+        found = PublicGradients(model.model, training.loss, [batch])()  # of one record, so neither clipped nor mixed
+        parts = {f"model.{name}": gradient.double() for name, gradient in found.items()}
+        if scale is not None:
+            parts = {name: part * scale[name] for name, part in parts.items()}
+        norm = math.sqrt(sum(float((part**2).sum()) for part in parts.values()))
+        for name, part in parts.items():
+            total[name] = total.get(name, 0.0) + part / max(norm, plan.clip_norm)
     return total
 
 
