@@ -373,8 +373,13 @@ loss-over-the-batch: A masked language model's losses are divided by the targets
 
 audit-believes-the-claim: The audit passes a claim that its own lower bound refutes.
     in app/audit/plan_audit.py, found by app/audit/test_plan_audit.py -k "broken and least0"
-    - passed = max(guessed, as_gaussian or 0.0) <= claim
+    - passed = not contradicted and max(spent, as_gaussian or 0.0) <= claim
     + passed = True
+
+audit-forgets-delta: The bound on right guesses ignores what a mechanism may reveal with probability delta.
+    in app/audit/statistics.py, found by app/audit/test_statistics.py -k "allows_more"
+    - expit(epsilons), only_more=True) + revealed
+    + expit(epsilons), only_more=True) + 0 * revealed
 
 theory-bias-off-by-one: The predicted bias of the second moment is debiased by the power of the next step.
     in theory/second_moments.py, found by theory/test_second_moments.py -k trace

@@ -9,7 +9,7 @@ import pytest
 
 from dpoptim import PrivacyPlan
 from dpoptim.app.cli import main
-from tests.app.runs import copy_run
+from tests.app.runs import copy_run, rows_recipe, write_bert, write_texts
 
 SIZES = ["--steps", "10", "--batch-size", "50", "--num-examples", "500", "--epsilon", "4", "--delta", "1e-4"]
 FEW = ["--canaries", "500"]
@@ -59,6 +59,24 @@ def test_plan_from_a_file(tmp_path, capsys):
     assert values["plan"]["release"]["kind"] == "IndependentMoments"
 
 
+def test_recipe_is_trained(tmp_path, capsys):
+    (tmp_path / "recipe.toml").write_text(rows_recipe(tmp_path, steps=5).to_toml())
+    assert main(["audit", "--recipe", str(tmp_path / "recipe.toml"), "--games", "2", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["variant"] == "scale_then_privatize"
+    assert values["game"]["games"] == 2
+    assert values["game"]["canaries"] == 2 * (values["plan"]["num_examples"] // 2)
+    checks = {check["name"]: check["passed"] for check in values["game"]["checks"]}
+    assert checks["gradients of the model"] is True
+
+
+def test_recipe_for_texts_is_trained(tmp_path, capsys):
+    texts = {"model": write_bert(tmp_path / "bert"), "data": write_texts(tmp_path / "texts.jsonl"), "columns": None}
+    (tmp_path / "recipe.toml").write_text(rows_recipe(tmp_path, steps=2, **texts).to_toml())
+    assert main(["audit", "--recipe", str(tmp_path / "recipe.toml"), "--games", "4"]) == 0
+    assert "nothing contradicts the claim; 1 not checked" in capsys.readouterr().out  # because of dropout
+
+
 def test_claim_in_the_plan_file_is_checked(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
     (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
@@ -100,6 +118,11 @@ def test_plot_is_written(tmp_path, capsys):
         ([*SIZES, "--canaries", "3"], "Expected canaries >= 100 and <= 1e+06, got 3"),
         ([*SIZES, "--canaries", "1e12"], "Expected canaries >= 100 and <= 1e+06"),
         ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "Expected --epsilon > 0 and <= 100, got 1000000.0"),
+        ([*SIZES, "--games", "0"], "Expected games to be a whole number >= 1, got 0"),
+        ([*SIZES, "--recipe", "a.toml"], "--recipe and --steps cannot be used together"),
+        (["runs/a", "--recipe", "a.toml"], "--recipe and RUN cannot be used together"),
+        (["--files-only", "--recipe", "a.toml"], "--recipe and --files-only cannot be used together"),
+        (["--recipe", "nowhere.toml"], "nowhere.toml"),
         ([*SIZES, "--confidence", "2"], "Expected confidence >= 0.5 and < 1, got 2.0"),
     ],
 )

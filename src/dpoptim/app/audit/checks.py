@@ -25,6 +25,7 @@ from dpoptim.app.audit.statistics import (
 )
 from dpoptim.privacy import CyclicPoisson, Poisson, PrivacyPlan
 
+_ROUNDING = 0.03  # of gradients in bf16
 _LAGS = 8
 _MAX_PAIRED_STEPS = 2000  # steps that are compared in pairs
 _THRESHOLDS = tuple(range(-8, 9))  # of the scores, which are log likelihood ratios; fixed before anything is seen
@@ -57,6 +58,15 @@ def errors_check(allowed: TradeOff, scores: Floats, included: Bools, *, confiden
         if math.isfinite(closest):
             found += f"; at the closest {closest:.3f} times as many (chance explains 0.9 or more)"
     return Check(name="the attack's errors", passed=not contradicted, found=found)
+
+
+def gradients_check(distance: float | None) -> Check:
+    """Check how far a release without noise is from a model's gradients, each taken and clipped by itself."""
+    found = "not compared: losses are random, users are protected, or the clip norm is not fixed"
+    if distance is not None:
+        found = f"differs by {distance:.2%} from the sum of one example at a time (up to {_ROUNDING:.0%} is rounding)"
+    passed = None if distance is None else distance <= _ROUNDING
+    return Check(name="gradients of the model", passed=passed, found=found)
 
 
 def sampling_violation(plan: PrivacyPlan, game: GameResult) -> str | None:

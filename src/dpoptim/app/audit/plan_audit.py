@@ -15,6 +15,7 @@ from dpoptim.app.audit.checks import (
     NoiseSample,
     chance_check,
     errors_check,
+    gradients_check,
     measure_noise,
     noise_checks,
     sampling_violation,
@@ -23,18 +24,23 @@ from dpoptim.app.audit.statistics import (
     Bools,
     Floats,
     TradeOff,
+    contradicted_noise,
     correlation_chance,
     gaussian_bound,
+    guess,
     guessing_bound,
     trade_off_of,
 )
+from dpoptim.app.audit.training import Training
 from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
-from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan
+from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan, accounting
 from dpoptim.privacy.accounting import GaussianRun
 from dpoptim.privacy.statement import format_epsilon
 
 MAX_CANARIES = 1_000_000
+LEAST_GAMES = 10  # a mechanism that reveals much with probability 1 in 100 cannot do so in each of them
+_QUIET = 1e-6  # a noise multiplier that hides nothing
 _MAX_VALUES = 50_000_000  # released values kept from one game, 8 bytes each
 _MAX_CORRELATED_STEPS = 8_000  # C is stored as a dense matrix
 
@@ -43,10 +49,13 @@ _MAX_CORRELATED_STEPS = 8_000  # C is stored as a dense matrix
 class PlanAudit:
     """What the games showed.
 
-    Guarantee: if the plan's claim holds, `epsilon_bound` exceeds it with probability at most 1 − confidence, whatever
-    the implementation does with the canaries. `gaussian_bound`, which is None where sampling is secret, also assumes
-    that in and out differ as two Gaussians. A bound below the claim proves nothing: other examples, or more of them,
-    might show more.
+    Two bounds assume only that each game flips fair coins and draws its randomness afresh. `delta_bound` bounds ε at
+    the plan's δ alone. `epsilon_bound` uses all δ at once: the games are not as private as the same plan with more
+    noise, which has this ε. `gaussian_bound`, which is None where sampling is secret, also assumes that in and out
+    differ as two Gaussians.
+
+    Guarantee: if the plan's claim holds, each bound exceeds it with probability at most (1 − confidence)/3. A bound
+    below the claim proves nothing: other examples, or more of them, might show more.
     """
 
     epsilon: float
@@ -55,6 +64,7 @@ class PlanAudit:
     canaries: int
     games: int
     epsilon_bound: float
+    delta_bound: float
     gaussian_bound: float | None
     allowed: TradeOff
     checks: list[Check]
@@ -68,23 +78,35 @@ class PlanAudit:
 
     def as_values(self) -> dict[str, Any]:
         """Plain values, without the scores."""
-        names = ("passed", "epsilon", "delta", "confidence", "canaries", "games", "epsilon_bound", "gaussian_bound")
-        values = {name: getattr(self, name) for name in names}
+        names = ("passed", "epsilon", "delta", "confidence", "canaries", "games")
+        bounds = ("epsilon_bound", "delta_bound", "gaussian_bound")
+        values = {name: getattr(self, name) for name in (*names, *bounds)}
         return {**values, "checks": [asdict(check) for check in self.checks]}
 
 
-def games_needed(plan: PrivacyPlan, canaries: int) -> int:
-    """How many games hold that many canaries: a dataset has at most one per example."""
-    return -(-canaries // max(1, min(plan.num_examples, _MAX_VALUES // plan.steps)))
+def games_needed(plan: PrivacyPlan, canaries: int, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
+    """How many games hold that many canaries: one per example, or per two `beside` a model. Ten prove more than one."""
+    return max(least, -(-canaries // _most_canaries(plan, beside=beside)))
+
+
+def default_canaries(plan: PrivacyPlan, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
+    """So many games of 10,000 canaries, or of as many as fit."""
+    return max(100, least * min(10_000, _most_canaries(plan, beside=beside)))
+
+
+def _most_canaries(plan: PrivacyPlan, *, beside: bool) -> int:
+    return max(1, min(plan.num_examples // (1 + beside), _MAX_VALUES // plan.steps))
 
 
 def audit_plan(
     plan: PrivacyPlan,
     make_optimizer: MakeOptimizer,
     *,
-    canaries: int = 10_000,
+    canaries: int | None = None,
     confidence: float = 0.99,
     seed: int = 0,
+    games: int = LEAST_GAMES,
+    training: Training | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
     """Play games until there are enough canaries, and check the plan's claim.
@@ -94,9 +116,11 @@ def audit_plan(
     Args:
         plan: What to attack; it needs noise and a delta.
         make_optimizer: Makes the optimizer from a model and the plan.
-        canaries: How many, from 100 to a million; more prove more.
+        canaries: How many in all games, from 100 to a million; more prove more. Defaults to `default_canaries(plan)`.
         confidence: Of the bounds.
         seed: Determines coins, batches and noise.
+        games: The least number of games; more games of fewer canaries prove more, up to about ten.
+        training: A model with its loss and records, which is trained beside the canaries. Defaults to canaries alone.
         after_step: Called after each optimizer step.
 
     Raises:
@@ -109,32 +133,47 @@ def audit_plan(
     if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
         limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
         raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
+    beside = training is not None
+    check_number("games", check_whole("games", games), low=1, high=100)
+    canaries = default_canaries(plan, least=games, beside=beside) if canaries is None else canaries
     check_number("canaries", check_whole("canaries", canaries), low=100, high=MAX_CANARIES)
     check_number("confidence", confidence, low=0.5, below=1)
-    games, found = games_needed(plan, canaries), _Findings(plan)
+    games, found = games_needed(plan, canaries, least=games, beside=beside), _Findings(plan)
     size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
-        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step))
-    other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1)
+        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step, training=training))
+    other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1, training=training)
+    of_model = []
+    if training is not None:
+        quiet = plan.replace(noise_multiplier=_QUIET)
+        first = play(quiet, make_optimizer, canaries=1, seed=2 * seed * games, steps=1, training=training, compare=True)
+        of_model.append(gradients_check(first.distance))
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
-    bounds = {"delta": plan.delta, "confidence": 1.0 - (1.0 - confidence) / 3}  # three bounds share the error
-    guessed = guessing_bound(scored, included, **bounds)
+    each = 1.0 - (1.0 - confidence) / 3  # the first two, which hold together, the third, and the errors share the error
     is_gaussian = isinstance(plan.run, GaussianRun)
-    as_gaussian = gaussian_bound(scored, included, **bounds) if is_gaussian else None
+    guesses = [guess(*parts, only_in=not is_gaussian) for parts in zip(found.scores, found.included, strict=True)]
+    planned = plan.noise_multiplier
+    assert planned is not None
+    noise = contradicted_noise(plan.run, guesses, noise_multiplier=planned, confidence=each)
+    spent = accounting.epsilon(plan.run, noise_multiplier=noise, delta=plan.delta) if noise < math.inf else 0.0
+    at_delta = guessing_bound(guesses, delta=plan.delta, confidence=each)
+    as_gaussian = gaussian_bound(scored, included, delta=plan.delta, confidence=each) if is_gaussian else None
     return PlanAudit(
         epsilon=plan.epsilon(),
         delta=plan.delta,
         confidence=confidence,
         canaries=len(included),
         games=games,
-        epsilon_bound=guessed,
+        epsilon_bound=spent,
+        delta_bound=at_delta,
         gaussian_bound=as_gaussian,
         allowed=allowed,
         checks=[
-            _claim_check(plan, guessed, as_gaussian),
-            errors_check(allowed, scored, included, confidence=bounds["confidence"]),
+            _claim_check(plan, spent, at_delta, as_gaussian, contradicted=noise <= planned),
+            errors_check(allowed, scored, included, confidence=each),
+            *of_model,
             *found.checks(other_key),
         ],
         scores=scored,
@@ -142,9 +181,11 @@ def audit_plan(
     )
 
 
-def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -> Check:
+def _claim_check(
+    plan: PrivacyPlan, spent: float, at_delta: float, as_gaussian: float | None, *, contradicted: bool
+) -> Check:
     claim = plan.epsilon()
-    found = f"at least {guessed:.3f} is spent"
+    found = f"at least {spent:.3f} is spent, {at_delta:.3f} by this delta alone"
     if as_gaussian is not None:
         found += f", {as_gaussian:.3f} if the noise is Gaussian"
     if not isinstance(plan.release, Gradient):
@@ -153,7 +194,7 @@ def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -
         found += " (of the whole gradient: its groups, or the count of clipped examples, are not attacked)"
     if plan.counts is not None:
         found += " (in training only: the counts of columns are not attacked)"
-    passed = max(guessed, as_gaussian or 0.0) <= claim
+    passed = not contradicted and max(spent, as_gaussian or 0.0) <= claim
     return Check(name="the claim stands", passed=passed, found=f"{found}; claimed {format_epsilon(claim)}")
 
 

@@ -5,13 +5,15 @@ coin flip. The best attack guesses the coins from everything released, which pro
 Batches, clipping and noise are checked too. The exit status is 1 if the claim is contradicted or a check fails.
 
 RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
-(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
-attack found nothing.
+(json.dumps(plan.to_dict())). Without RUN, the options define a plan. With --recipe, the canaries are trained beside the
+recipe's own model, on its records; each game is a whole training. A bound below the claim only means that this attack
+found nothing.
 
 examples:
   dpoptim audit runs/first --plot audit.png
   dpoptim audit --steps 200 --batch-size 256 --num-examples 20000 --epsilon 8 --delta 1e-6 --noise banded-toeplitz:16
   dpoptim audit plan.json --variant dp_sgd --canaries 100k --json
+  dpoptim audit --recipe recipe.toml --games 2
 """
 
 from __future__ import annotations
@@ -27,12 +29,22 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
+from dpoptim.app.audit import (
+    Check,
+    PlanAudit,
+    Training,
+    audit_folder,
+    audit_plan,
+    default_canaries,
+    epsilon_check,
+    games_needed,
+)
+from dpoptim.app.audit.plan_audit import LEAST_GAMES
 from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.cli import options as shared
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
 from dpoptim.app.recipes.defaults import optimizer_of, plan_of
-from dpoptim.app.recipes.recipe import VARIANTS, Recipe
+from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_recipe
 from dpoptim.arguments import check_number
 from dpoptim.integrations.named_settings import make_optimizer, release_of
 from dpoptim.privacy import PrivacyPlan
@@ -48,6 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a .json file with a plan"
     )
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe of `dpoptim train`, whose model is trained too")
     plan = shared.add_training(parser, required=False, title="plan, if no RUN is given")
     plan.add_argument("--noise", metavar="KIND", help="as in `dpoptim train` (default: independent)")
     plan.add_argument("--sampling", metavar="KIND", help="shuffled (default), auto, poisson, cyclic or cyclic:GROUPS")
@@ -56,8 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"
     shared.add_setting(game, "--variant", help=variants)
     game.add_argument(
-        "--canaries", type=shared.count, default=10_000, metavar="N", help="more canaries prove more (default: 10,000)"
+        "--canaries", type=shared.count, metavar="N", help="more prove more (default: 10,000 per game, if they fit)"
     )
+    game.add_argument("--games", type=int, default=LEAST_GAMES, metavar="N", help="at least so many (default: 10)")
     game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")
     game.add_argument("--seed", type=int, default=0, help="seed of coins, batches and noise (default: 0)")
     game.add_argument("--files-only", action="store_true", help="check the run's files and skip the game")
@@ -69,18 +83,27 @@ def run(options: argparse.Namespace) -> int:
     shared.check_plot(options.plot)
     if options.plot is not None and options.files_only:
         raise ValueError("--plot shows the game, which --files-only skips; leave one of them out")
-    plan, make, variant, files = _target(options)
+    training: Training | None = None
+    if options.recipe is None:
+        plan, make, variant, files = _target(options)
+    else:
+        plan, make, variant, training = _training_of(options)
+        files = []
+    sizes: dict[str, Any] = {"least": options.games, "beside": training is not None}
+    canaries = default_canaries(plan, **sizes) if options.canaries is None else options.canaries
     found: PlanAudit | None = None
     if not options.files_only:
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            steps = bar.add_task("steps over canaries", total=games_needed(plan, options.canaries) * plan.steps)
+            steps = bar.add_task("steps over canaries", total=games_needed(plan, canaries, **sizes) * plan.steps)
             found = audit_plan(
                 plan,
                 make,
-                canaries=options.canaries,
+                canaries=canaries,
                 confidence=options.confidence,
                 seed=options.seed,
+                games=options.games,
+                training=training,
                 after_step=lambda: bar.advance(steps),
             )
     passed = all(check.passed is not False for check in files) and (found is None or found.passed)
@@ -122,6 +145,34 @@ def _target(options: argparse.Namespace) -> tuple[PrivacyPlan, Any, str, list[Ch
     return plan.with_release(release_of(variant)), make, variant, checks
 
 
+def _training_of(options: argparse.Namespace) -> tuple[PrivacyPlan, Any, str, Training]:
+    """The plan, optimizer and variant of a recipe, and its model with loss and records."""
+    given = [name for name in (*_REQUIRED, *_OPTIONAL) if getattr(options, name) is not None]
+    if given or options.run_or_plan is not None or options.files_only:
+        other = f"--{given[0].replace('_', '-')}" if given else "--files-only" if options.files_only else "RUN"
+        raise ValueError(f"--recipe and {other} cannot be used together; leave one out")
+    shared.silence_libraries()
+    from dpoptim.app.runs.setup import prepare_run
+
+    setup = prepare_run(read_recipe(options.recipe, **shared.fields(options, "variant")), estimate_columns=False)
+    recipe, prepared = setup.recipe, setup.prepared
+
+    def loss(model: Any, batch: Any) -> Any:
+        with setup.precision():
+            return prepared.loss_per_example(model, prepared.at_step(batch, 0))
+
+    tokens = recipe.micro_batch_tokens
+    training = Training(
+        model=setup.model,
+        loss=loss,
+        dataset=prepared.dataset,
+        collate_fn=prepared.collated,
+        users=prepared.records.users,
+        micro_batch_size=recipe.micro_batch_size or max(1, (tokens or 1) // (prepared.max_length or 1)),
+    )
+    return setup.plan, functools.partial(optimizer_of, recipe), recipe.variant, training
+
+
 def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(options, name) is None]
     if missing:
@@ -131,7 +182,7 @@ def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     given = {name: value for name, value in asked.items() if value is not None}
     given |= {"user_column": "audit"} if "records_per_user" in given else {}
     recipe = Recipe(model="audit", data="audit", **{"noise": "independent", "clip_norm": 1.0, **given})
-    return plan_of(recipe, parameters=options.canaries)
+    return plan_of(recipe, parameters=options.canaries or 10_000)
 
 
 def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
