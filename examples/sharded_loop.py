@@ -85,6 +85,7 @@ def main() -> None:
     if is_first:
         print(f"after step {optimizer.mechanism.step}: accuracy {accuracy:.3f}; saved {checkpoint}")
         print(optimizer.plan.statement())
+    distributed.barrier()  # a process that exits while others still communicate may abort
     distributed.destroy_process_group()
 
 
