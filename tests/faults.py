@@ -66,6 +66,21 @@ resume-loses-stream-state: A stream that resumes at a later step starts with emp
     - for at in range(self._next, step + 1):
     + for at in range(step, step + 1):
 
+exact-noise-trusts-float64: Exact noise rounds sums that float64 does not know well enough.
+    in noise/exact.py, found by noise/test_exact.py -k middle
+    - distance.ge_(0.5 - error)
+    + distance.ge_(0.5)
+
+exact-noise-cuts-the-tail: Exact noise trusts the first 64 bits of a radius in the tail.
+    in noise/exact.py, found by noise/test_exact.py -k radii
+    - .logical_or_(squared.gt(most))
+    + .logical_or_(squared.gt(100.0))
+
+exact-noise-is-not-added: A plan with exact noise gets ordinary noise.
+    in clipping/mechanism.py, found by optim/test_exact_noise.py -k grid
+    - exact = self.plan.exact_noise and self.plan.is_private
+    + exact = False
+
 # sensitivity and sampling
 
 sensitivity-of-one-participation: A Toeplitz strategy's sensitivity counts one participation only.
@@ -310,8 +325,8 @@ order-unchecked: A collator that sorts gives a user the rows of others.
 
 count-without-noise: An adaptive clip norm follows the exact count of clipped examples.
     in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "count_has_the_noise"
-    - noisy = weight * float(clipped) + self._stddevs["gradient"] *
-    + noisy = weight * float(clipped) + 0.0 *
+    - self._count_noise.add_to(share, self.step, stddev=self._stddevs["gradient"],
+    + self._count_noise.add_to(share, self.step, stddev=0.0,
 
 clip-factor-not-in-noise: The noise does not grow with an adaptive clip norm.
     in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "noise_of_an_adaptive_run"

@@ -141,6 +141,7 @@ class PrivateMechanism:
     def _begin_run(self, run_id: str) -> None:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
+        exact = self.plan.exact_noise and self.plan.is_private
         key, parameters = self.key.for_run(run_id), self._sums.parameters
         start = self.shards.start if self.shards is not None else lambda name: 0
         self._run_fingerprint = key.fingerprint()
@@ -150,13 +151,14 @@ class PrivateMechanism:
             for names in group_parameters(parameters):
                 parts = [TensorPart(name=n, numel=parameters[n].numel(), start=start(n)) for n in names]
                 first = parameters[names[0]]
-                kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device}
+                kind: dict[str, Any] = {"dtype": wide_dtype(first.dtype), "device": first.device, "exact": exact}
                 rows = strategy.stream(key, parts, stream=stream, memory=self.noise_memory, **kind)
                 self._noise[stream].append(rows)
         self._count_noise: NoiseStream | None = None
         if isinstance(self.plan.clipping, AdaptiveClipNorm):
             part = [TensorPart(name="count", numel=1)]
-            self._count_noise = self._strategies["gradient"].stream(key, part, stream="count", dtype=torch.float64)
+            kind = {"dtype": torch.float64, "exact": exact}
+            self._count_noise = self._strategies["gradient"].stream(key, part, stream="count", **kind)
 
     @property
     def noise_memory_bytes(self) -> int:
@@ -377,8 +379,10 @@ class PrivateMechanism:
         if not isinstance(rule, AdaptiveClipNorm) or self._count_noise is None:
             return None
         weight = rule.count_weight * self.plan.clip_norm
-        noisy = weight * float(clipped) + self._stddevs["gradient"] * float(self._count_noise.row(self.step))
-        return rule.next_factor(self.clip_factor, noisy / (weight * self.plan.batch_size))
+        share = torch.tensor([weight * float(clipped)], dtype=torch.float64)
+        divisor = weight * self.plan.batch_size
+        self._count_noise.add_to(share, self.step, stddev=self._stddevs["gradient"], scale=None, divisor=divisor)
+        return rule.next_factor(self.clip_factor, float(share))
 
     @property
     def clip_factor(self) -> float:

@@ -93,6 +93,7 @@ def make_plan(
     release: Release = Gradient(),  # noqa: B008
     counts: ColumnCounts | None = None,
     clipping: str = "fixed",
+    exact_noise: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
@@ -115,6 +116,7 @@ def make_plan(
             sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
             noise_multiplier=noise_multiplier, delta=delta, records_per_user=records_per_user,
             unit="example" if records_per_user is None else "user", counts=counts, clipping=CLIPPING[clipping],
+            exact_noise=exact_noise,
         )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):

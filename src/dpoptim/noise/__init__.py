@@ -1,5 +1,6 @@
 """Keyed normals, streams of correlated noise, strategies and the searches for them."""
 
+from dpoptim.noise.exact import ExactStream
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import NormalSource, TensorPart, keystream, uniform_words, words
 from dpoptim.noise.search.banded import Banded, BandedToeplitz
@@ -29,6 +30,7 @@ __all__ = [
     "ConvolvedStream",
     "DecayedSums",
     "Dense",
+    "ExactStream",
     "Independent",
     "MatrixStrategy",
     "NoiseKey",

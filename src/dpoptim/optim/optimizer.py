@@ -240,9 +240,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = state_dict.get("privacy")
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
-        if PrivacyPlan.from_dict(privacy["plan"]) != self.plan:
+        if PrivacyPlan.from_dict(saved := privacy["plan"]) != self.plan:
             now = self.plan.to_dict()
-            other = sorted(name for name in now if privacy["plan"].get(name) != now[name])
+            other = sorted(name for name in saved | now if saved.get(name) != now.get(name))
             raise ValueError(
                 f"state_dict belongs to a different privacy plan: {', '.join(other)} "
                 f"{'differs' if len(other) == 1 else 'differ'}. Create the optimizer with the plan of the run."

@@ -11,7 +11,15 @@ from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.arguments import check_at_most, check_clip_norm, check_delta, check_number, check_whole, set_whole
+from dpoptim.arguments import (
+    check_at_most,
+    check_choice,
+    check_clip_norm,
+    check_delta,
+    check_number,
+    check_whole,
+    set_whole,
+)
 from dpoptim.noise import Banded, BandedToeplitz, Independent, PrefixSums, Strategy, StrategySpec
 from dpoptim.outlook import Outlook
 from dpoptim.privacy import accounting, calibration, clipping_rules, column_counts, release_types, sampling
@@ -30,6 +38,7 @@ _IF_OMITTED: dict[str, Any] = {
     "unit": "example",
     "records_per_user": None,
     "clipping": {"kind": "FixedClipNorm"},
+    "exact_noise": False,
 }
 """Fields that the plans of most runs do not mention when they are saved."""
 
@@ -61,6 +70,7 @@ class PrivacyPlan:
         unit: Who is protected: an "example", or a "user" with all of their records. What is said of examples then
             holds for users, whose gradient is the mean over their records in the step.
         records_per_user: The most records that one user adds to a step, drawn at random. ε does not depend on it.
+        exact_noise: Whether noise is added without floating-point errors (`dpoptim.noise.exact`). It takes more time.
 
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
     what to prove. Combinations without a proof are refused when the plan is created.
@@ -88,6 +98,7 @@ class PrivacyPlan:
     unit: str = "example"
     records_per_user: int | None = None
     clipping: FixedClipNorm = field(default_factory=FixedClipNorm)
+    exact_noise: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
@@ -112,6 +123,9 @@ class PrivacyPlan:
             set_whole(self, "records_per_user")
             if self.counts is not None:
                 raise ValueError("counts with unit='user' have no proof: a user adds to many. Declare the columns.")
+        check_choice("exact_noise", self.exact_noise, (True, False))
+        if self.exact_noise and self.counts is not None:
+            raise ValueError("exact_noise with counts has no proof: theirs is in floating point. Declare the columns.")
         if not isinstance(self.adjacency, Adjacency):
             raise ValueError(f"Expected an Adjacency such as Adjacency.ZERO_OUT, got adjacency={self.adjacency!r}.")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):

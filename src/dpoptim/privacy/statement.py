@@ -188,7 +188,11 @@ def _noise(plan: PrivacyPlan) -> str:
     text += "clipped sum"
     if stds.square is not None:
         text += f" and {stds.square:.6g} on the averaged square"
-    return f"{text}, times column norm times row t of the noising matrix{each}"
+    text += f", times column norm times row t of the noising matrix{each}"
+    if plan.exact_noise:
+        text += ". It is added without floating-point errors: each released number is a real-valued sum of the clipped "
+        text += "sum and real-valued noise, rounded to a grid"
+    return text
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
@@ -220,5 +224,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "earlier run estimated them, its ε adds to this one.",
         "Only the released values are covered. Raw losses, gradient norms, evaluation on the training records, step "
         "times, and hyperparameters chosen over several runs are not.",
-        "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
+        "Clipped sums are computed in floating point; how their own rounding differs between neighbours is not covered."
+        if plan.exact_noise
+        else "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
     ]

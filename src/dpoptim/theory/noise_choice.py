@@ -81,12 +81,15 @@ class Candidate:
     @property
     def memory_bytes(self) -> int:
         """The memory that the gradient's noise needs between steps, for all parameters."""
-        return self.plan.strategy.memory_bytes(self.parameters, memory=self.memory)
+        kept = self.plan.strategy.memory_bytes(self.parameters, memory=self.memory)
+        return 0 if self.plan.exact_noise else kept
 
     @property
     def normal_rows(self) -> float:
         """Rows of normals generated per step, on average. This determines the time that noise takes."""
-        return self.plan.strategy.normal_rows
+        strategy = self.plan.strategy
+        makes_all_again = self.plan.exact_noise and strategy.kept_rows > 0
+        return (strategy.steps + 1) / 2 if makes_all_again else strategy.normal_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,22 @@ def test_an_engine_can_be_used_after_a_refusal():
     engine.make_private(**given)
 
 
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_secure_mode_is_exact_noise(is_secure):
+    engine = PrivacyEngine(secure_mode=is_secure)
+    model = nn.Linear(3, 2)
+    data = DataLoader(TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,))), batch_size=4)
+    adam = torch.optim.Adam(model.parameters())
+    private = engine.make_private(
+        module=model, optimizer=adam, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    assert private.optimizer.plan.exact_noise == is_secure
+    for inputs, labels in private.data_loader:
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        private.optimizer.step()
+    assert ("rounded to a grid" in " ".join(engine.statement(1e-3).split())) == is_secure
+
+
 def test_every_run_has_its_own_key():
     first, second = of_linear(), of_linear()
     keys = [private.optimizer.key.fingerprint() for private in (first, second)]
@@ -355,8 +371,6 @@ def test_unsupported_arguments_are_refused(arguments, message):
 
 
 def test_unsupported_engines_and_memory_managers_are_refused():
-    with pytest.raises(ValueError, match="not hardened against floating-point attacks"):
-        PrivacyEngine(secure_mode=True)
     with pytest.raises(ValueError, match="Expected accountant to be one of"):
         PrivacyEngine(accountant="moments")
     private, other = of_linear(), of_linear()

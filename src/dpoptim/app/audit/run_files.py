@@ -70,7 +70,7 @@ def _recipe(recipe: Recipe, plan: PrivacyPlan) -> _Answer:
     if recipe.sampling != "auto":
         asked["sampling"] = sampling_of(recipe.sampling, plan.noise)
     differ = [name for name, value in asked.items() if value is not None and value != getattr(plan, name)]
-    differ += ["records_per_user"] * (recipe.records_per_user != plan.records_per_user)
+    differ += [n for n in ("records_per_user", "exact_noise") if getattr(recipe, n) != getattr(plan, n)]
     if differ:
         return False, f"{', '.join(differ)} of plan.json and recipe.toml differ"
     if recipe.epsilon is not None and plan.epsilon() > recipe.epsilon * _ROUNDING:

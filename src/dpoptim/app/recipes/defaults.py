@@ -126,7 +126,7 @@ def plan_of(
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
     values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
     values |= {"counts": counts, "delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
-    values |= recipe.part("records_per_user", "clipping")
+    values |= recipe.part("records_per_user", "clipping", "exact_noise")
     return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 

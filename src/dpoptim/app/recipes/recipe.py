@@ -195,6 +195,8 @@ class Recipe:
     clipping: str = _setting("fixed", _one_of(*CLIPPING), PRIVACY,
         "default: fixed, at --clip-norm; adaptive follows the median norm from there, for a part of the budget; "
         "normalized divides each gradient by its norm")
+    exact_noise: bool = _setting(False, _SWITCH, PRIVACY,
+        "add noise without floating-point errors; it takes more time, most of all correlated noise")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
     columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,

@@ -71,6 +71,7 @@ class PrivacyArguments:
     clipping: str = _option("fixed", f"How gradients are bounded: {', '.join(CLIPPING)}.")
     sampling: str = _option("shuffled", "shuffled, auto, poisson, cyclic or cyclic:GROUPS.")
     noise: str = _option("auto", "auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
+    exact_noise: bool = _option(False, "Add noise without floating-point errors, which takes more time.")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
     num_examples: int | None = _option(None, "A public size of the dataset; required under add_remove.")
     user_column: str | None = _option(None, "The column that names the user of each record, to protect users.")
@@ -123,6 +124,7 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         steps=args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, size, batch_size),
         clip_norm=clip_norm,
         clipping=privacy.clipping,
+        exact_noise=privacy.exact_noise,
         sampling=privacy.sampling,
         noise=privacy.noise,
         release=release_of(privacy.variant),

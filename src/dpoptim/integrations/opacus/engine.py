@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     variant: The private optimizer. Defaults to `dp_sgd` for SGD and to `post_processing` otherwise, as in Opacus.
     variant_options: Further keyword arguments of the variant, such as {"eps_scale": 1e-4}.
     key: A NoiseKey, to resume a run.
+    exact_noise: Add noise without floating-point errors, which takes more time; `secure_mode` of the engine sets it.
     """
 
     criterion: Any
@@ -55,6 +56,7 @@ class Settings(TypedDict, total=False):
     variant: str | None
     variant_options: Mapping[str, Any] | None
     key: NoiseKey | None
+    exact_noise: bool
 
 
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are supported, and what to do about others
@@ -247,6 +249,7 @@ def _plan(
         sampling=Poisson() if is_poisson else Shuffled(),
         adjacency=Adjacency.ADD_REMOVE if is_poisson else Adjacency.ZERO_OUT,
         noise_multiplier=noise_multiplier,
+        exact_noise=settings.get("exact_noise", False),
     )
 
 
@@ -310,7 +313,7 @@ class PrivacyEngine:
     Args:
         accountant: "prv", "rdp" or "gdp". ε always comes from dpoptim's accountant (privacy loss distributions), which
             agrees with "prv" and is smaller than "rdp".
-        secure_mode: Must be False: noise is not hardened against floating-point attacks.
+        secure_mode: Whether noise is added without floating-point errors, as `exact_noise` of a plan.
 
     Guarantee: An engine reports the ε of one run. A second `make_private` is refused, because the ε of two runs on the
     same data must be added.
@@ -318,10 +321,7 @@ class PrivacyEngine:
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         check_choice("accountant", accountant, ("prv", "rdp", "gdp"))
-        if secure_mode:
-            raise ValueError(
-                "secure_mode=True is not supported: noise is not hardened against floating-point attacks. Leave it out."
-            )
+        self._exact_noise = secure_mode
         self.private: PrivateTraining | None = None
         self.accountant = Accountant(self)
 
@@ -338,7 +338,7 @@ class PrivacyEngine:
             raise ValueError(
                 "this engine already has a run. Create a new PrivacyEngine, and add their epsilons if they share data."
             )
-        self.private = make(**arguments)
+        self.private = make(**{"exact_noise": self._exact_noise, **arguments})
         return self.private
 
     def _run(self) -> PrivateTraining:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dpoptim.arguments import check_whole
+from dpoptim.noise.exact import ExactStream
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import NormalSource, TensorPart
 from dpoptim.noise.search.workloads import Matrix, PrefixSums, Workload
@@ -79,6 +80,10 @@ class Strategy(ABC):
         """Return C⁻¹ as float64 [steps, steps]."""
 
     @abstractmethod
+    def noising_row(self, step: int) -> list[float]:
+        """Return C⁻¹[t, t], C⁻¹[t, t-1], ... of row t up to the last non-zero entry."""
+
+    @abstractmethod
     def row_norms(self) -> Series:
         """Return ‖row t of C⁻¹‖ for each step, float64 [steps]."""
 
@@ -106,6 +111,7 @@ class Strategy(ABC):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+        exact: bool = False,
     ) -> NoiseStream:
         """Return the rows of C⁻¹z for several tensors, concatenated. Each tensor gets the same noise as alone.
 
@@ -116,9 +122,12 @@ class Strategy(ABC):
             dtype: float32 or float64.
             device: Where the rows are returned.
             memory: In how many bits, and where, past rows are stored.
+            exact: Whether `add_to` rounds a real-valued sum, as in `noise.exact`. No past rows are stored.
         """
         where = "cpu" if memory.on_host else device
         source = NormalSource(key=key, stream=stream, parts=tuple(parts), dtype=dtype, device=where)
+        if exact:
+            return ExactStream(source, noising_row=self.noising_row, steps=self.steps)
         made = self._stream_from(source, memory)
         return HostStream(made, device) if memory.on_host and torch.device(device).type != "cpu" else made
 

@@ -164,13 +164,15 @@ class MatrixStrategy(Strategy):
             dense[at + lag, at] = diagonal[first : first + count]
         return dense
 
-    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+    def noising_row(self, step: int) -> list[float]:
         if self.bands == 1:
-            inverse = (1.0 / self.diagonals[0]).tolist()
-            return ConvolvedStream(source, noising_row=lambda step: inverse[step : step + 1], steps=self.steps)
-        if self.bands == self.steps:
-            rows = self._noising_matrix
-            return ConvolvedStream(source, noising_row=lambda step: rows[step, step::-1].tolist(), steps=self.steps)
+            return [1.0 / float(self.diagonals[0, step])]
+        row: list[float] = self._noising_matrix[step, step::-1].tolist()
+        return row
+
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        if self.bands in (1, self.steps):
+            return ConvolvedStream(source, noising_row=self.noising_row, steps=self.steps)
         return RecurrentStream(
             source,
             strategy_row=self._strategy_row,

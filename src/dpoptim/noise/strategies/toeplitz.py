@@ -109,10 +109,13 @@ class ToeplitzStrategy(Strategy):
     def noising_matrix(self) -> Matrix:
         return _lower_toeplitz(self.noising_coefs)
 
+    def noising_row(self, step: int) -> list[float]:
+        row: list[float] = self.noising_coefs[: 1 if self.bands == 1 else step + 1].tolist()
+        return row
+
     def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         if self.kept_rows == 0:
-            count = 1 if self.bands == 1 else self.steps
-            return _convolved(source, self.noising_coefs[:count].tolist(), steps=self.steps)
+            return ConvolvedStream(source, noising_row=self.noising_row, steps=self.steps)
         return RecurrentStream(
             source,
             strategy_row=lambda step: self.strategy_coefs,
@@ -212,7 +215,7 @@ class BufferedToeplitzStrategy(ToeplitzStrategy):
 
     def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         if not self.decays:
-            return _convolved(source, [1.0], steps=self.steps)
+            return super()._stream_from(source, memory)
         # The largest standard deviation of each buffer Σ_i decay^i·y_{t-i} over the steps.
         norms = [float(np.linalg.norm(divide(self.noising_coefs, [1.0, -decay], self.steps))) for decay in self.decays]
         return BufferedStream(
@@ -262,8 +265,8 @@ class BandedInverseStrategy(ToeplitzStrategy):
     def normal_rows(self) -> float:
         return float(np.minimum(np.arange(1, self.steps + 1), len(self.inverse_coefs)).mean())
 
-    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
-        return _convolved(source, list(self.inverse_coefs), steps=self.steps)
+    def noising_row(self, step: int) -> list[float]:
+        return list(self.inverse_coefs[: step + 1])
 
 
 def _trimmed(name: str, coefs: ArrayLike, steps: int) -> tuple[float, ...]:
@@ -274,11 +277,6 @@ def _trimmed(name: str, coefs: ArrayLike, steps: int) -> tuple[float, ...]:
         raise ValueError(f"Expected finite {name} with a positive first one, got {series[:4].tolist()}...")
     check_at_most(f"the length of {name}", len(series), "steps", steps)
     return tuple(series.tolist())
-
-
-def _convolved(source: NormalSource, noising_coefs: list[float], *, steps: int) -> ConvolvedStream:
-    """Return the stream of a Toeplitz C⁻¹ with this first column, without trailing zeros."""
-    return ConvolvedStream(source, noising_row=lambda step: noising_coefs[: step + 1], steps=steps)
 
 
 def _lower_toeplitz(column: Series) -> Matrix:

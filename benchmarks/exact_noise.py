@@ -1,0 +1,126 @@
+"""Measure what exact noise costs, what it hides, and what it leaves.
+
+    python benchmarks/exact_noise.py                       # on the GPU if there is one, else on the CPU
+    python benchmarks/exact_noise.py --parameters 1M --write FILE
+
+Time: adding one step's noise to clipped sums, with floating-point and with exact noise, in turns; medians.
+
+What it hides: a coordinate of the clipped sum is 0 or 1, and the noise has a standard deviation of 1. A float32 sum of
+1 and noise is a multiple of 2^-24. So a release that is no such multiple shows that the sum was 0.
+
+What it leaves: clipped sums are float32 too, and rounded before the noise. The last table shows how much further than
+the clip norm the sum of a batch moves when an example is left out, for batches of random examples and a small network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from options import add_commit, add_device, add_write, at_least
+from record import heading, markdown_table, setting
+from torch import nn
+
+import dpoptim
+from dpoptim.noise import NoiseKey, NoiseStream, StrategySpec, TensorPart
+
+KEY = NoiseKey.from_bytes(bytes(32))  # known: nothing here is private
+STEPS = 200
+NOISE: tuple[StrategySpec, ...] = (
+    dpoptim.Independent(),
+    dpoptim.BandedInverse(bands=16),
+    dpoptim.BufferedToeplitz(buffers=3),
+)
+
+
+def stream(spec: StrategySpec, numel: int, device: str, *, exact: bool) -> NoiseStream:
+    part = [TensorPart(name="all", numel=numel)]
+    return spec.optimize(steps=STEPS).stream(KEY, part, stream="gradient", device=device, exact=exact)
+
+
+def times(spec: StrategySpec, numel: int, device: str, repeats: int) -> tuple[float, float]:
+    """Return the median milliseconds of a step in the middle of the run: floating-point, exact."""
+    sums = torch.zeros(numel, device=device)
+    kinds = [stream(spec, numel, device, exact=exact) for exact in (False, True)]
+    found: tuple[list[float], list[float]] = ([], [])
+    for step in range(STEPS // 2, STEPS // 2 + repeats + 1):
+        for kind, own in zip(kinds, found, strict=True):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            kind.add_to(sums, step, stddev=1.0, scale=None, divisor=1)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            own.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(found[0][1:]), statistics.median(found[1][1:])
+
+
+def given_away(*, exact: bool) -> float:
+    """Return the share of coordinates with a sum of 0 whose release cannot come from a sum of 1."""
+    sums = torch.zeros(1_000_000)
+    stream(dpoptim.Independent(), len(sums), "cpu", exact=exact).add_to(sums, 0, stddev=1.0, scale=None, divisor=1)
+    return float(((sums.double() * 2**24).frac() != 0).double().mean())
+
+
+def excess(batch_size: int, trials: int = 20) -> float:
+    """Return the largest relative excess over the clip norm when an example is left out of a batch."""
+    worst = 0.0
+    for trial in range(trials):
+        torch.manual_seed(trial)
+        model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 10))
+        inputs = torch.randn(batch_size, 100) * 30  # every gradient is clipped
+        sums = []
+        for rows in (inputs, inputs[1:]):
+            plan = dpoptim.PrivacyPlan(
+                num_examples=batch_size, batch_size=batch_size, steps=1, clip_norm=1.0, noise_multiplier=0.0
+            )
+            optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, key=KEY, external_batches=True)
+            model(rows).square().sum().backward()
+            optimizer.mechanism.close_physical_batch()
+            released = optimizer.mechanism.privatize().gradient.values()
+            sums.append(torch.cat([one.double().flatten() for one in released]) * batch_size)
+            optimizer.mechanism.detach()
+        worst = max(worst, float((sums[0] - sums[1]).norm()) - 1.0)
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(parser)
+    parser.add_argument("--parameters", type=at_least(1), default=4_416_698, metavar="N", help="(default: 4,416,698)")
+    parser.add_argument("--repeats", type=at_least(1), default=9, metavar="N", help="timed steps (default: 9)")
+    add_commit(parser)
+    add_write(parser)
+    options = parser.parse_args()
+    rows = []
+    for spec in NOISE:
+        plain, exact = times(spec, options.parameters, options.device, options.repeats)
+        rows.append([f"`{spec!r}`", f"{plain:.1f}", f"{exact:.1f}", f"{exact / plain:.1f}"])
+    lines = [
+        "# Exact noise",
+        "",
+        f"{heading(setting(options.device, options.commit))}. By `python benchmarks/exact_noise.py`; its docstring "
+        f"explains the tables. {options.parameters:,} parameters, step {STEPS // 2} of {STEPS}.",
+        "",
+        *markdown_table(["noise", "floating point, ms", "exact, ms", "ratio"], rows),
+        "",
+        *markdown_table(
+            ["noise", "coordinates that give a sum of 0 away"],
+            [[name, f"{given_away(exact=exact):.1%}"] for name, exact in (("floating point", False), ("exact", True))],
+        ),
+        "",
+        *markdown_table(
+            ["batch size", "largest distance between neighbouring sums, in clip norms"],
+            [[f"{size}", f"1 + {excess(size):.1e}"] for size in (16, 256, 2048)],
+        ),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
