@@ -14,10 +14,21 @@ import torch
 import transformers
 
 import dpoptim
-from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
+from dpoptim.app import (
+    Recipe,
+    RunDirectory,
+    load_trained,
+    prepare,
+    prepare_run,
+    read_recipe,
+    read_records,
+    resume,
+    train,
+)
 from dpoptim.app.data.records import held_out_places
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
+from dpoptim.app.runs.metrics import evaluate
 from dpoptim.integrations.losses import Task
 from tests.app.runs import COLUMNS, CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
 
@@ -62,6 +73,23 @@ def test_recipe_and_plan_agree(finished):
     assert described["epsilon"] == plan.epsilon() <= recipe.epsilon
     assert place.statement_file.read_text() == plan.statement() + "\n"
     assert recipe.label_names == ("no", "yes")
+
+
+def test_averaged_weights_are_scored_and_saved(tmp_path):
+    place = RunDirectory(tmp_path / "run")
+    summary = train(rows_recipe(tmp_path, averaged=0.9), place.path)
+    state = torch.load(place.checkpoints / "step-000020" / "state.pt")
+    averages = [own["average"] for own in state["optimizer"]["state"].values()]
+    saved = dict(load_trained(place.path).named_parameters())
+    for name, average in zip(saved, averages, strict=True):
+        assert torch.equal(saved[name], average)
+        assert not torch.equal(saved[name], state["model"][name])
+
+    setup = prepare_run(read_recipe(place.recipe_file))
+    setup.model.load_state_dict(load_trained(place.path).state_dict())
+    assert setup.validation is not None
+    scores = evaluate(setup.validation, setup.model, batch_tokens=2**16)
+    assert summary["validation"]["last"]["loss"] == scores.loss
 
 
 def test_log_holds_steps_scores_and_times(finished):

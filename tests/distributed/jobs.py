@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -325,10 +326,14 @@ def state_of(model: nn.Module, optimizer: Any, loader: Any) -> Any:
 
 
 def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
-    """Continue runs with three kinds of noise in FILE.NOISE until a step, and save them; process 0 writes."""
+    """Continue runs with three kinds of noise in FILE.NOISE until a step, and save them; process 0 writes.
+
+    Return the weights and their averages.
+    """
     found = []
+    averaging = partial(dpoptim.scale_then_privatize, averaged=0.9)
     for noise in ("BandMF", "BLT", "banded inverse"):
-        model, optimizer, loader = started(plan_of(noise))
+        model, optimizer, loader = started(plan_of(noise), make=averaging)
         load(f"{file}.{noise}", model, optimizer, loader)
         if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
             step = optimizer.mechanism.step or None
@@ -342,6 +347,8 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
         if int(os.environ["RANK"]) == 0:
             torch.save(state, f"{file}.{noise}")
         found.append(weights(model))
+        with optimizer.averaged_weights():
+            found.append(weights(model))
     return torch.cat(found)
 
 

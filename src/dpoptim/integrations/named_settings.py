@@ -209,7 +209,7 @@ def make_optimizer(
     eps_scale: float | None,
     weight_decay: float,
     key: NoiseKey | None,
-    **options: Any,  # external_batches, param_groups, run_id
+    **options: Any,  # averaged, external_batches, param_groups, run_id
 ) -> PrivateOptimizer:
     """Create the optimizer of a variant.
 

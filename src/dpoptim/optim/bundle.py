@@ -93,6 +93,10 @@ class ParameterBundle:
         else:
             torch.sub(values, self._stored(), out=rounding)
 
+    def average_(self, decay: float) -> None:
+        """Include the parameters in state["average"]: their mean, exponential from step 1/(1 - decay) on."""
+        self.get("average").lerp_(self.values(), max(1 - decay, 1 / self.step))
+
     def _stored(self) -> Tensor:
         return self.flat(dict(zip(self.names, self.parameters, strict=True)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from dpoptim.arguments import check_number
 from dpoptim.clipping import Captured, PrivateMechanism, Released
 from dpoptim.data.shards import like_parameter, own_part, reshard
 from dpoptim.kernels import choose
@@ -56,6 +58,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         external_batches: True if the caller draws batches as the plan says, without a `private_loader`.
         noise_memory: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
         clipping_memory: Extra bytes that a physical batch may use to clip faster; see `explain()`.
+        averaged: The decay of a moving average of the weights, such as 0.99; see `averaged_weights()`. 1 averages all.
         allow_mixing: A reason to train even though examples mix in the model. The guarantee does not cover that, and
             `plan.statement()` prints the reason.
 
@@ -85,6 +88,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         external_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
         clipping_memory: int = 1 << 26,
+        averaged: float | None = None,
         allow_mixing: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -100,7 +104,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' "
                 "(losses.mean().backward())"
             )
-        self._model = model
+        if averaged is not None:
+            check_number("averaged", averaged, above=0, high=1)
+        self._model, self.averaged = model, averaged
         self._has_parametrizations = any(map(is_parametrized, model.modules()))
         reshard(model)
         names = {p: name for name, p in model.named_parameters()}
@@ -122,7 +128,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise ValueError("external_batches=True runs in one process for now. Use private_loader")
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
-        variant = [_settings_of(part) for part in (rule, geometry, second_moment)]
+        variant = [_settings_of(part) for part in (rule, geometry, second_moment)] + [{"averaged": averaged}]
         self.mechanism.processes.agree({"the variant": variant, "lr or another setting": groups})
         self.observers: list[Callable[[Released], None]] = []
         self.remedies = Remedies()
@@ -210,9 +216,36 @@ class PrivateOptimizer(torch.optim.Optimizer):
             bundle.move_(direction, kept=1 - lr * decay if self.rule.decoupled else 1.0, lr=lr)
         for bundle in self._bundles():
             self.geometry.observe(bundle, released.gradient)
+            if self.averaged is not None:
+                bundle.average_(self.averaged)
         self._set_scale()
         if self._has_parametrizations:
             update_spectral_norms(self._model)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Put the averaged weights into the model until the block ends, to evaluate or save it. Do not train in it.
+
+        Without `averaged`, or before the first step, the model stays as it is. `state_dict()` holds the average too.
+        """
+        if self.averaged is None or self.mechanism.step == 0:
+            yield
+            return
+        bundles = list(self._bundles())
+        kept = [[parameter.detach().clone() for parameter in bundle.parameters] for bundle in bundles]
+        try:
+            self._set_weights([bundle.split(bundle.get("average")) for bundle in bundles])
+            yield
+        finally:
+            self._set_weights(kept)
+
+    @torch.no_grad()
+    def _set_weights(self, values: list[list[Tensor]]) -> None:
+        if self.mechanism.shards is not None:
+            reshard(self._model)
+        for bundle, own in zip(self._bundles(), values, strict=True):
+            for parameter, value in zip(bundle.parameters, own, strict=True):
+                parameter.copy_(value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further groups: the guarantee covers a fixed set of parameters."""
@@ -264,7 +297,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._set_scale()
 
     def _variant(self) -> list[str]:
-        return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
+        average = [] if self.averaged is None else ["averaged weights"]
+        return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)] + average
 
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
         """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""

@@ -39,6 +39,7 @@ class Common(TypedDict, total=False):
     run_id: str | None
     noise_memory: NoiseMemory
     clipping_memory: int
+    averaged: float | None
     external_batches: bool
     allow_mixing: str | None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -31,6 +32,7 @@ from tests.integrations.hugging_face.cases import (
     PRIVACY,
     TEXTS,
     WORDS,
+    assert_equal_weights,
     causal_model,
     class_trainer,
     classifier,
@@ -605,3 +607,26 @@ def test_taggers_and_encoder_decoders_train(make, classes, tmp_path: Path):
     args = training_args(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=2)
     PrivateTrainer(model, args, train_dataset=rows, privacy=PRIVACY).train()
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_averaged_weights_are_scored_and_saved(tmp_path):
+    """Checkpoints have the weights of the last step, so that the run resumes."""
+    privacy = dataclasses.replace(PRIVACY, averaged=0.9)
+    trainer = class_trainer(
+        tmp_path, privacy=privacy, eval_dataset=unseen(6), max_steps=4, save_steps=4, save_strategy="steps"
+    )
+    trainer.train()
+    last = weights(trainer.model)
+    trainer.save_model(str(tmp_path / "model"))
+    saved = type(trainer.model).from_pretrained(tmp_path / "model")
+    with trainer.private_optimizer.averaged_weights():
+        assert_equal_weights(weights(saved), weights(trainer.model))
+        expected = weights(trainer.model)
+    assert_equal_weights(weights(trainer.model), last)
+    assert any(not torch.equal(expected[name], last[name]) for name in last)
+    assert_equal_weights(weights(type(saved).from_pretrained(Path(trainer.args.output_dir, "checkpoint-4"))), last)
+
+    scores = trainer.evaluate()
+    trainer.model.load_state_dict(expected)
+    trainer.private_optimizer.averaged = None
+    assert scores["eval_loss"] == trainer.evaluate()["eval_loss"]

@@ -134,7 +134,7 @@ def optimizer_of(
     recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
 ) -> PrivateOptimizer:
     """Create the optimizer of a complete recipe, attached to the model."""
-    values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
+    values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay", "averaged")
     optimizer = make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
     fewer = f"a --lora-rank below {recipe.lora_rank}" if recipe.lora_rank else "--lora-rank 16"
     shorter = "" if recipe.micro_batch_tokens is None else ", or a shorter --max-length"

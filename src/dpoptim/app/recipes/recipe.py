@@ -216,6 +216,8 @@ class Recipe:
     schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0")
     warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER,
         "share of the steps in which the learning rate rises (default: 0.05)")
+    averaged: float | None = _setting(None, _number(above=0, high=1), OPTIMIZER,
+        "score and save a moving average of the weights with this decay, such as 0.99; see --schedule constant")
     batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
         "expected size (default: up to 2048, by the size of the data)")
     steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")

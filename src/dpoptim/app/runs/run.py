@@ -293,7 +293,7 @@ class _Run:
         setup = self.setup
         if setup.validation is None:
             return
-        with setup.precision():
+        with setup.precision(), self.loop.optimizer.averaged_weights():
             scores = evaluate(setup.validation, setup.model, batch_tokens=setup.recipe.micro_batch_tokens or 2**16)
         entry = {
             "step": self.loop.step,
@@ -334,7 +334,8 @@ class _Run:
                 self.setup.prepared.tokenizer.save_pretrained(folder)
 
         shutil.rmtree(self.place.model, ignore_errors=True)
-        make_folder(self.place.model, fill, secret=False)
+        with self.loop.optimizer.averaged_weights():
+            make_folder(self.place.model, fill, secret=False)
 
     def _log_end(self, reason: str, began: float) -> None:
         self.log.write("end", step=self.loop.step, reason=reason, seconds=two_digits(time.perf_counter() - began))

@@ -55,6 +55,8 @@ class PrivacyArguments:
         variant: The private optimizer.
         eps: The eps of Adam. Defaults to adam_epsilon if that was changed, otherwise to the variant's default.
         eps_scale: For scale_then_privatize. Defaults to twice the smallest stable value.
+        averaged: The decay of a moving average of the weights, such as 0.99. `evaluate`, `predict` and `save_model`
+            use the average.
         task: The kind of loss. Defaults to that of the model's class.
         key_file: The file of the secret key. By default a new key is saved in OUTPUT_DIR.secret.
         log_norms: Log the norms of the released gradient and of its noise.
@@ -79,6 +81,7 @@ class PrivacyArguments:
     variant: str = _option("scale_then_privatize", f"One of {', '.join(VARIANTS)}.")
     eps: float | None = _option(None, "The eps of Adam; defaults to adam_epsilon if changed, else the variant's own.")
     eps_scale: float | None = _option(None, "For scale_then_privatize; defaults to twice the smallest stable value.")
+    averaged: float | None = _option(None, "Decay of a moving average of the weights, to evaluate and save.")
     task: str | None = _option(None, "masked-lm, causal-lm, seq2seq-lm, ...; defaults to that of the model's class.")
     key_file: str | None = _option(None, "The file of the secret key; defaults to a new one in OUTPUT_DIR.secret.")
     log_norms: bool = _option(False, "Log the norms of the released gradient and of its noise.")
@@ -160,6 +163,7 @@ def optimizer_for(
         betas=(args.adam_beta1, args.adam_beta2),
         eps=float(args.adam_epsilon) if is_set else privacy.eps,
         eps_scale=privacy.eps_scale,
+        averaged=privacy.averaged,
         weight_decay=0.0,
         key=key,
         param_groups=[group for group in groups if group["params"]],

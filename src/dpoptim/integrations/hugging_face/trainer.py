@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -467,10 +468,19 @@ class PrivateTrainer(transformers.Trainer):
         return TrainOutput(output.global_step, loss, metrics)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stock loop, and restore the random generators afterwards."""
+        """Run the stock loop with the averaged weights, if any, and restore the random generators afterwards."""
         self._shard()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), self._averaged_weights():
             return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, with the averaged weights, if any; checkpoints have those of the last step, to resume."""
+        is_checkpoint = _internal_call and output_dir is not None  # push_to_hub names no folder
+        with contextlib.nullcontext() if is_checkpoint else self._averaged_weights():
+            super().save_model(output_dir, _internal_call)
+
+    def _averaged_weights(self) -> Any:
+        return contextlib.nullcontext() if self.private_optimizer is None else self.private_optimizer.averaged_weights()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
