@@ -9,12 +9,14 @@ What it hides: a coordinate of the clipped sum is 0 or 1, and the noise has a st
 1 and noise is a multiple of 2^-24. So a release that is no such multiple shows that the sum was 0.
 
 What it leaves: clipped sums are float32 too, and rounded before the noise. The last table shows how much further than
-the clip norm the sum of a batch moves when an example is left out, for batches of random examples and a small network.
+the clip norm the sum of a batch moves when an example is left out: for random examples and a small network, and for
+examples that were made, and put in order, so that the others are rounded differently without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 
@@ -64,26 +66,42 @@ def given_away(*, exact: bool) -> float:
     return float(((sums.double() * 2**24).frac() != 0).double().mean())
 
 
-def excess(batch_size: int, trials: int = 20) -> float:
-    """Return the largest relative excess over the clip norm when an example is left out of a batch."""
-    worst = 0.0
+def excess(model: nn.Module, inputs: torch.Tensor) -> float:
+    """Return the relative excess over the clip norm when the first example is left out of a batch."""
+    sums = []
+    for rows in (inputs, inputs[1:]):
+        plan = dpoptim.PrivacyPlan(
+            num_examples=len(inputs), batch_size=len(inputs), steps=1, clip_norm=1.0, noise_multiplier=0.0
+        )
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, key=KEY, external_batches=True)
+        model(rows).sum().backward()
+        optimizer.mechanism.close_physical_batch()
+        released = optimizer.mechanism.privatize().gradient.values()
+        sums.append(torch.cat([one.double().flatten() for one in released]) * len(inputs))
+        optimizer.mechanism.detach()
+    return float((sums[0] - sums[1]).norm()) - 1.0
+
+
+def of_random_examples(batch_size: int, trials: int = 20) -> float:
+    found = []
     for trial in range(trials):
         torch.manual_seed(trial)
         model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 10))
-        inputs = torch.randn(batch_size, 100) * 30  # every gradient is clipped
-        sums = []
-        for rows in (inputs, inputs[1:]):
-            plan = dpoptim.PrivacyPlan(
-                num_examples=batch_size, batch_size=batch_size, steps=1, clip_norm=1.0, noise_multiplier=0.0
-            )
-            optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, key=KEY, external_batches=True)
-            model(rows).square().sum().backward()
-            optimizer.mechanism.close_physical_batch()
-            released = optimizer.mechanism.privatize().gradient.values()
-            sums.append(torch.cat([one.double().flatten() for one in released]) * batch_size)
-            optimizer.mechanism.detach()
-        worst = max(worst, float((sums[0] - sums[1]).norm()) - 1.0)
-    return worst
+        found.append(excess(model, torch.randn(batch_size, 100) * 30))  # every gradient is clipped
+    return max(found)
+
+
+def of_made_examples(batch_size: int, numel: int = 1024) -> float:
+    """Half of the examples bring the sum close to a power of two; the others are about half of its last bit."""
+    many = batch_size // 2
+    power = 2.0 ** math.floor(math.log2(many / numel**0.5))
+    found = []
+    for more in (0.52, 0.54, 0.56, 0.58, 0.6):
+        inputs = torch.full((batch_size, numel), power / (many - 0.5))
+        inputs[0] = 1.0  # clipped to numel^-1/2
+        inputs[many:] = more * power * 2.0**-23
+        found.append(excess(nn.Linear(numel, 1, bias=False), inputs))
+    return max(found)
 
 
 def main() -> None:
@@ -112,8 +130,11 @@ def main() -> None:
         ),
         "",
         *markdown_table(
-            ["batch size", "largest distance between neighbouring sums, in clip norms"],
-            [[f"{size}", f"1 + {excess(size):.1e}"] for size in (16, 256, 2048)],
+            ["batch size", "distance between neighbouring sums over the clip norm: random examples", "made examples"],
+            [
+                [f"{size:,}", f"1 + {of_random_examples(size):.1e}", f"1 + {of_made_examples(size):.1e}"]
+                for size in (256, 2048, 8192)
+            ],
         ),
     ]
     text = "\n".join(lines) + "\n"

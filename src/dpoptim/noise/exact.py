@@ -1,15 +1,16 @@
 """Noise whose addition is exact: each release is a real sum plus real Gaussian noise, rounded to a grid.
 
 The theorems assume real numbers. A floating-point sum x + n takes values that x does not reach with other noise, so a
-single value may tell x from its neighbour (Mironov, 2012; Jin et al., 2022). Here each number that is released is
+single value may tell x from its neighbour (Mironov, 2012; Jin et al., 2022). Here each sum x becomes
 
     grid · round((x + stddev·Σ_i coefs[i]·z_{t-i}) / grid)
 
-for real-valued Gaussians z. Rounding is post-processing, so ε does not change, whatever the strategy and the sampling.
+for real-valued Gaussians z. The rest, division by the scale and the batch size, is computed from the integer alone.
+Rounding is post-processing, so ε does not change, whatever the strategy and the sampling.
 
 z is never computed to its end. The keystream gives as many bits of it as are asked for. In float64, nearly every sum is
-known well enough to be rounded. The others, about one in 2^25, are computed by intervals with more bits, until both
-ends round to the same number (Haney et al., 2022).
+known well enough to be rounded. The others, about one in 2^25 per row of z, are computed by intervals with more bits,
+until both ends round to the same number (Haney et al., 2022).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from mpmath.libmp import to_int  # type: ignore[import-untyped]
 
 from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.noise.normals import NormalSource, words
-from dpoptim.noise.streams import ConvolvedStream, Scale
+from dpoptim.noise.streams import ConvolvedStream, Scale, check_step
 
-GRID = 2.0**-10  # standard deviations between released numbers; rounding adds 1e-7 of the noise's variance
-_CHUNK = 2**20  # elements worked on at a time on a CPU
+GRID = 2.0**-10  # standard deviations between rounded sums; rounding adds 1e-7 of the noise's variance
+_CHUNKS = {"cpu": 2**20, "cuda": 2**26}  # elements worked on at a time
 _ERROR = 2.0**-38  # of a normal in float64, if its pair has a radius in the limits; at most a quarter of it
 _SQUARED_RADII = (2.0**-26, 36.0)  # nearer to 0 or in the tail, u = exp(-r²/2) has too few bits
 
@@ -58,11 +59,14 @@ class ExactStream(ConvolvedStream):
             self._pairs.append(replace(source, parts=(whole,), dtype=torch.float64))
 
     def add_to(self, sums: torch.Tensor, step: int, *, stddev: float, scale: Scale, divisor: float) -> None:
+        check_step(step, self.steps)
+        if len(sums) != self.source.numel:
+            raise ValueError(f"Expected {self.source.numel} sums, got {len(sums)}.")
         at = 0
         for index, part in enumerate(self.source.parts):
             whole = None if scale is None else scale[index]
             whole = whole.tensor() if isinstance(whole, LazyInverseRoot) else whole
-            size = _CHUNK if sums.device.type == "cpu" else max(part.numel, 1)
+            size = _CHUNKS[sums.device.type]
             for begin in range(0, part.numel, size):
                 end = min(begin + size, part.numel)
                 own = sums[at + begin : at + end]
@@ -76,7 +80,8 @@ class ExactStream(ConvolvedStream):
     ) -> tuple[torch.Tensor, float]:
         """Return k for the elements of a part from `begin` on, and the grid."""
         coefs, part = self._noising_row(step), self.source.parts[index]
-        grid = GRID * 2.0 ** math.floor(math.log2(stddev))  # a power of two, so that dividing by it is exact
+        own = stddev * math.hypot(*coefs)  # the noise's standard deviation in this row
+        grid = GRID * 2.0 ** math.floor(math.log2(own))  # a power of two, so that dividing by it is exact
         noise, unclear = self._row(index, begin, len(query), step, coefs)
         real = noise.to(query.device).mul_(stddev).add_(query).div_(grid)
         rounded = real.round()
@@ -86,8 +91,9 @@ class ExactStream(ConvolvedStream):
         unclear |= set(distance.ge_(0.5 - error).nonzero().ravel().tolist())
         for element in unclear:
             place, value = part.start + begin + element, float(query[element])
-            rounded[element] = self._rounded(part.name, place, step, coefs, stddev, value, grid)
-        return rounded, grid
+            if math.isfinite(value):
+                rounded[element] = float(self._rounded(part.name, place, step, coefs, stddev, value, grid))
+        return rounded.add_(0.0), grid  # a zero has no sign
 
     def _row(
         self, index: int, begin: int, count: int, step: int, coefs: Sequence[float]

@@ -194,12 +194,12 @@ class ConvolvedStream(NoiseStream):
         self._noising_row = noising_row
 
     def row(self, step: int) -> torch.Tensor:
-        _check_step(step, self.steps)
+        check_step(step, self.steps)
         return self.source.combined(step, self._noising_row(step))
 
     def add_to(self, sums: torch.Tensor, step: int, *, stddev: float, scale: Scale, divisor: float) -> None:
         """On a GPU, make the row in registers and add it in one pass: the same noise, without a row in memory."""
-        _check_step(step, self.steps)
+        check_step(step, self.steps)
         on_gpu, coefs = self.source.on_gpu, self._noising_row(step)
         if on_gpu is None or not on_gpu.add_to(sums, step, coefs, stddev=stddev, scale=scale, divisor=divisor):
             super().add_to(sums, step, stddev=stddev, scale=scale, divisor=divisor)
@@ -221,7 +221,7 @@ class _StreamWithPast(NoiseStream):
         self._next = 0
 
     def row(self, step: int) -> torch.Tensor:
-        _check_step(step, self.steps)
+        check_step(step, self.steps)
         if step < self._next:
             self._next = 0
         for at in range(self._next, step + 1):
@@ -330,6 +330,6 @@ class BufferedStream(_StreamWithPast):
         return row
 
 
-def _check_step(step: int, steps: int) -> None:
+def check_step(step: int, steps: int) -> None:
     if not 0 <= step < steps:
         raise ValueError(f"Expected step in [0, {steps}), got {step}. Optimize the strategy for more steps.")

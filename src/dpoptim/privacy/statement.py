@@ -189,9 +189,9 @@ def _noise(plan: PrivacyPlan) -> str:
     if stds.square is not None:
         text += f" and {stds.square:.6g} on the averaged square"
     text += f", times column norm times row t of the noising matrix{each}"
-    if plan.exact_noise:
-        text += ". It is added without floating-point errors: each released number is a real-valued sum of the clipped "
-        text += "sum and real-valued noise, rounded to a grid"
+    if plan.exact_noise and plan.is_private:
+        text += ". It is added without floating-point errors: each number is the clipped sum plus real-valued noise, "
+        text += "rounded to a grid"
     return text
 
 
@@ -225,6 +225,6 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "Only the released values are covered. Raw losses, gradient norms, evaluation on the training records, step "
         "times, and hyperparameters chosen over several runs are not.",
         "Clipped sums are computed in floating point; how their own rounding differs between neighbours is not covered."
-        if plan.exact_noise
+        if plan.exact_noise and plan.is_private
         else "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
     ]

@@ -338,7 +338,7 @@ class PrivacyEngine:
             raise ValueError(
                 "this engine already has a run. Create a new PrivacyEngine, and add their epsilons if they share data."
             )
-        self.private = make(**{"exact_noise": self._exact_noise, **arguments})
+        self.private = make(**{**arguments, "exact_noise": self._exact_noise or arguments.get("exact_noise", False)})
         return self.private
 
     def _run(self) -> PrivateTraining:
