@@ -20,8 +20,8 @@ from dpoptim import (
     SquareRoot,
 )
 from dpoptim.app.audit import PlanAudit, audit_plan, games_needed
-from dpoptim.app.audit.canaries import play
 from dpoptim.app.audit.checks import measure_noise, noise_checks, sampling_violation
+from dpoptim.app.audit.game import Game, GameResult, canaries_alone
 from dpoptim.integrations.named_settings import make_optimizer, release_of
 from dpoptim.privacy import Sampling
 
@@ -215,12 +215,16 @@ def change_batches(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, change: 
     monkeypatch.setattr(kind, "largest_batch", lambda self, batch_size: 10**6)  # the mechanism checks it
 
 
+def play(plan: PrivacyPlan) -> GameResult:
+    return Game(plan, canaries=1000, seed=0).play(canaries_alone(plan, maker("dp_sgd")))
+
+
 @pytest.mark.parametrize(("sampling", "change", "words"), DRAWS)
 def test_wrong_batches_are_reported(monkeypatch, sampling, change, words):
     plan = PrivacyPlan(**PLAN, sampling=sampling, noise_multiplier=1.0, delta=1e-4)
-    assert sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) is None
+    assert sampling_violation(plan, play(plan)) is None
     change_batches(monkeypatch, sampling, change)
-    assert words in (sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) or "")
+    assert words in (sampling_violation(plan, play(plan)) or "")
 
 
 def test_audit_with_wrong_batches_fails(monkeypatch):

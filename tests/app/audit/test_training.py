@@ -148,10 +148,10 @@ def mean_of_batch(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (training(loss=squared_with_the_mean), "examples mix: output 1 of BesideModel"),
-        (training(UsedOutside), r"'model\.first\.weight' was used outside the layer"),
-        (training(loss=lambda model, batch: losses(model, batch).mean()), r"one value per example, \[\d+\], got \[\]"),
-        (training(users=[place // 2 for place in range(EXAMPLES)]), "Expected the 400 examples of the plan, got 200"),
+        (training(loss=squared_with_the_mean), "examples mix: output 1 of BesideCanaries"),
+        (training(UsedOutside), r"'model\.model\.first\.weight' was used outside the layer"),
+        (training(loss=lambda model, batch: losses(model, batch).mean()), r"one value per example, got shape \[\]"),
+        (training(users=[place // 2 for place in range(EXAMPLES)]), "users is given, but the plan has unit='example'"),
     ],
 )
 def test_mistakes_are_refused(own, words):

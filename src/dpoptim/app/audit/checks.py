@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import kstest
 
-from dpoptim.app.audit.canaries import GameResult
+from dpoptim.app.audit.game import GameResult
 from dpoptim.app.audit.statistics import (
     UNLIKELY,
     Bools,

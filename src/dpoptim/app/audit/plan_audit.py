@@ -1,15 +1,15 @@
-"""The audit of a plan: games with canaries, lower bounds on ε, and checks of batches, clipping and noise."""
+"""The audit of a plan or a loop: games with canaries, lower bounds on ε, and checks of batches, clipping and noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dpoptim.app.audit.canaries import GameResult, MakeOptimizer, play, scores, square_residuals, whiten, whitening
 from dpoptim.app.audit.checks import (
     Check,
     NoiseSample,
@@ -20,6 +20,8 @@ from dpoptim.app.audit.checks import (
     noise_checks,
     sampling_violation,
 )
+from dpoptim.app.audit.game import Game, GameResult, MakeOptimizer, canaries_alone
+from dpoptim.app.audit.scores import scores, square_residuals, whiten, whitening
 from dpoptim.app.audit.statistics import (
     Bools,
     Floats,
@@ -31,7 +33,12 @@ from dpoptim.app.audit.statistics import (
     guessing_bound,
     trade_off_of,
 )
-from dpoptim.app.audit.training import Training
+from dpoptim.app.audit.training import (
+    Training,
+    beside_model,
+    distance_from_single_examples,
+    distance_from_single_gradients,
+)
 from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
 from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan, accounting
@@ -121,11 +128,77 @@ def audit_plan(
         seed: Determines coins, batches and noise.
         games: The least number of games; more games of fewer canaries prove more, up to about ten.
         training: A model with its loss and records, which is trained beside the canaries. Defaults to canaries alone.
-        after_step: Called after each optimizer step.
+        after_step: Called in each optimizer step.
 
     Raises:
         ValueError: The plan cannot be audited, an argument is out of range, or the training diverges.
     """
+    given: dict[str, Any] = {"canaries": canaries, "confidence": confidence, "seed": seed, "games": games}
+    if training is None:
+        return _audit(plan, canaries_alone(plan, make_optimizer), None, **given, after_step=after_step)
+    compare = partial(distance_from_single_gradients, training=training, make_optimizer=make_optimizer)
+    return _audit(plan, beside_model(training, make_optimizer), compare, **given, after_step=after_step)
+
+
+def audit_loop(
+    plan: PrivacyPlan,
+    train: Callable[[Game], Any],
+    *,
+    canaries: int | None = None,
+    confidence: float = 0.99,
+    seed: int = 0,
+    games: int = LEAST_GAMES,
+    after_step: Callable[[], None] = lambda: None,
+) -> PlanAudit:
+    """Attack a training loop of your own: `train` is called once per game, and once more for each of three checks.
+
+    The game gives `train` the loader, and puts canaries beside the model and into the losses. Model, loss, records,
+    optimizer and loop are yours. `train` must begin anew in each call: make the model inside.
+
+    Args:
+        plan: The plan that the loop follows; it needs noise and a delta.
+        train: Trains once. It calls `game.private_loader`, `game.model`, `game.optimizer` and `game.insert`.
+        canaries: As in `audit_plan`; at most half of the examples or users of each game.
+        confidence: As in `audit_plan`.
+        seed: Determines coins, batches and noise, but not what `train` itself draws.
+        games: As in `audit_plan`; each is a whole training.
+        after_step: Called in each optimizer step.
+
+    Raises:
+        ValueError: As in `audit_plan`, or the loop does not play the game: it makes fewer steps than planned, takes
+            batches from elsewhere, or leaves the canaries out.
+
+    >>> from torch.nn import Linear
+    >>> import dpoptim
+    >>> def train(game):
+    ...     loader = game.private_loader([torch.full((2,), i / 100) for i in range(400)])
+    ...     model = game.model(Linear(2, 1))
+    ...     optimizer = game.optimizer(dpoptim.dp_sgd, model, lr=0.1)
+    ...     for batch in loader:
+    ...         losses = model(batch)[:, 0] ** 2
+    ...         game.insert(losses).sum().backward()
+    ...         optimizer.step()
+    >>> plan = dpoptim.PrivacyPlan(num_examples=400, batch_size=100, steps=4).calibrate(epsilon=8.0, delta=1e-4)
+    >>> found = audit_loop(plan, train)
+    >>> found.passed, 1.0 < found.epsilon_bound < found.epsilon
+    (True, True)
+    """
+    given: dict[str, Any] = {"canaries": canaries, "confidence": confidence, "seed": seed, "games": games}
+    return _audit(plan, train, partial(distance_from_single_examples, train=train), **given, after_step=after_step)
+
+
+def _audit(
+    plan: PrivacyPlan,
+    train: Callable[[Game], Any],
+    compare: Callable[..., float | None] | None,
+    *,
+    canaries: int | None,
+    confidence: float,
+    seed: int,
+    games: int,
+    after_step: Callable[[], None],
+) -> PlanAudit:
+    """Play games with a loop; `compare` measures how far a model's gradients are from those of single examples."""
     if not plan.is_private:
         raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
     if plan.delta is None:
@@ -133,7 +206,7 @@ def audit_plan(
     if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
         limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
         raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
-    beside = training is not None
+    beside = compare is not None
     check_number("games", check_whole("games", games), low=1, high=100)
     canaries = default_canaries(plan, least=games, beside=beside) if canaries is None else canaries
     check_number("canaries", check_whole("canaries", canaries), low=100, high=MAX_CANARIES)
@@ -142,13 +215,12 @@ def audit_plan(
     size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
-        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step, training=training))
-    other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1, training=training)
+        found.add(Game(plan, canaries=size, seed=own, observe=lambda released: after_step()).play(train))
+    other_key = Game(plan, canaries=size, seed=2 * seed * games + 1, steps=1).play(train)
     of_model = []
-    if training is not None:
-        quiet = plan.replace(noise_multiplier=_QUIET)
-        first = play(quiet, make_optimizer, canaries=1, seed=2 * seed * games, steps=1, training=training, compare=True)
-        of_model.append(gradients_check(first.distance))
+    if compare is not None:
+        distance = compare(plan.replace(noise_multiplier=_QUIET), seed=2 * seed * games)
+        of_model.append(gradients_check(distance))
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
     each = 1.0 - (1.0 - confidence) / 3  # the first two, which hold together, the third, and the errors share the error
