@@ -182,7 +182,7 @@ def test_random_losses_and_users_are_not_compared(own):
 
 
 def test_other_release_is_refused():
-    with pytest.raises(ValueError, match=r"audit its own plan, optimizer\.plan"):
+    with pytest.raises(ValueError, match=r"audit its own plan, plan\.with_release\(IndependentMoments"):
         audit_plan(plan_of(), maker("independent_moments"), training=training())
 
 

@@ -62,7 +62,7 @@ def errors_check(allowed: TradeOff, scores: Floats, included: Bools, *, confiden
 
 def gradients_check(distance: float | None) -> Check:
     """Check how far a release without noise is from a model's gradients, each taken and clipped by itself."""
-    found = "not compared: losses are random, users are protected, or the clip norm is not fixed"
+    found = "not compared: random numbers are drawn, users are protected, or the clip norm is not fixed"
     if distance is not None:
         found = f"differs by {distance:.2%} from the sum of one example at a time (up to {_ROUNDING:.0%} is rounding)"
     passed = None if distance is None else distance <= _ROUNDING

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpoptim.app.audit.statistics import Bools, Floats
 from dpoptim.clipping import Released
@@ -140,7 +141,8 @@ class Game:
             options["param_groups"] = [*options["param_groups"], {"params": tables}]
         optimizer = make(model, self.plan, *args, key=self._key, run_id=_RUN, **options)
         if optimizer.plan.release != self.plan.release:
-            raise ValueError(f"the optimizer releases {optimizer.plan.release}; audit its own plan, optimizer.plan")
+            release = optimizer.plan.release
+            raise ValueError(f"the optimizer releases {release}; audit its own plan, plan.with_release({release})")
         if self._loader is None:
             raise ValueError("game.optimizer was called before game.private_loader. Make the loader first.")
         self._flip_coins(self._loader, is_alone=model.model is None)
@@ -156,9 +158,13 @@ class Game:
         Args:
             losses: One loss per example of the batch, or per record if the plan protects users.
         """
+        if self._optimizer is None:
+            raise ValueError(
+                "the optimizer does not belong to the game. Make it with game.optimizer(make, model, ...)."
+            )
         rows = self._current_rows()
         if rows is None or self._moved is None:
-            raise ValueError("game.insert was called before the model. Call what game.model returned, once per batch.")
+            raise ValueError("game.insert was called without the model. Call what game.model returned for each batch.")
         if losses.shape != rows.shape:
             raise ValueError(
                 f"Expected game.insert(losses) to get one value per example, [{len(rows)}], got {list(losses.shape)}. "
@@ -274,6 +280,12 @@ class BesideCanaries(nn.Module):
         if rows is None and self.model is not None:
             return self.model(*args, **kwargs)
         assert rows is not None
+        sizes = {leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim}
+        if sizes and len(rows) not in sizes:
+            raise ValueError(
+                f"the batch has {len(rows)} examples, but the model was called with {max(sizes)}. Call it once with the "
+                "whole batch."
+            )
         self._game._moved, output = super().__call__(rows.to(self.first.weight.device), args, kwargs)
         return output
 
