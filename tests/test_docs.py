@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 API = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("api/*.md"))
-ROOMS = ["privacy", "noise", "data", "validation", "clipping", "optim", "theory", "app"]
+ROOMS = ["privacy", "noise", "data", "validation", "clipping", "optim", "theory", "app", "app.audit"]
 INTEGRATIONS = [f"integrations.{name}" for name in ("hugging_face", "accelerate", "opacus", "sklearn")]
 LONGEST_PARAGRAPH = 620  # characters: about five lines
 

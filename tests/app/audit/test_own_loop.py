@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +42,7 @@ def dataset(examples: int = EXAMPLES) -> TensorDataset:
 DATA = dataset()
 
 
-def network(dropout: float = 0.0) -> nn.Module:
+def network(dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 2))
 
 
@@ -112,7 +114,7 @@ LOOPS: list[tuple[Callable[[Game], None], dict[str, Any]]] = [
 def test_canaries_that_are_drawn_move_the_release_by_the_clip_norm(train, changes):
     plan = PrivacyPlan(**{**QUIET, **changes})
     game = Game(plan, canaries=plan.num_examples // 2, seed=0).play(train)
-    assert any(game.drawn.any(axis=0))
+    assert game.drawn.any()
     assert (min(map(len, game.batches)) == 0) == (plan.batch_size == 1)  # the seed draws an empty batch
     assert game.gradient == pytest.approx(game.drawn * game.directions, abs=1e-3)
 
@@ -254,6 +256,22 @@ def test_mistakes_are_refused(train, words):
 def test_plans_without_a_claim_are_refused(plan, words):
     with pytest.raises(ValueError, match=words):
         audit_loop(plan, loop())
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
+
+
+def test_the_example_on_the_page_runs(capsys):
+    (text,) = [
+        part
+        for part in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+        if "def train" in part
+    ]
+    given = {"dataset": DATA, "make_model": network, "plan": plan_of(), "cross_entropy": cross_entropy}
+    exec(compile(text, str(PAGE), "exec"), given)
+    assert re.fullmatch(
+        r"at least \d\.\d\d is spent, with confidence 0.99; claimed 8.00\n\[\]\n", capsys.readouterr().out
+    )
 
 
 # -- every variant, noise and sampling ---------------------------------------------------------------------------------

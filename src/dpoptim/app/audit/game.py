@@ -101,9 +101,10 @@ class Game:
             users: As in `dpoptim.private_loader`.
             options: As in `dpoptim.private_loader`.
         """
+        if self._steps == 1:
+            options["num_workers"] = 0  # so that random numbers of a collator are seen to be drawn
         if self._one_by_one:
-            ignored = ("lengths", "micro_batch_tokens", "num_workers")
-            options = {name: value for name, value in options.items() if name not in ignored} | {"micro_batch_size": 1}
+            options = {**options, "micro_batch_size": 1, "lengths": None, "micro_batch_tokens": None}
         users = None if users is None else read_user_ids(dataset, users)
         loader = private_loader(dataset, self.plan, users=users, key=self._key, run_id=_RUN, **options)
         self._owner = np.arange(len(dataset)) if users is None else UserRecords(users).user_of
@@ -136,6 +137,8 @@ class Game:
         """
         if not isinstance(model, BesideCanaries):
             raise ValueError(f"Expected what game.model returned, got {type(model).__name__}. Call game.model first.")
+        if self._loader is None:
+            raise ValueError("game.optimizer was called before game.private_loader. Make the loader first.")
         if options.get("param_groups") is not None:
             tables = [*model.first.parameters(), *model.second.parameters()]
             options["param_groups"] = [*options["param_groups"], {"params": tables}]
@@ -143,9 +146,7 @@ class Game:
         if optimizer.plan.release != self.plan.release:
             release = optimizer.plan.release
             raise ValueError(f"the optimizer releases {release}; audit its own plan, plan.with_release({release})")
-        if self._loader is None:
-            raise ValueError("game.optimizer was called before game.private_loader. Make the loader first.")
-        self._flip_coins(self._loader, is_alone=model.model is None)
+        self._flip_coins(is_alone=model.model is None)
         optimizer.observers.append(self._observe)
         optimizer.register_step_pre_hook(self._begin_step)
         optimizer.register_step_post_hook(self._end_step)
@@ -198,7 +199,7 @@ class Game:
             batches=self._batches,
         )
 
-    def _flip_coins(self, loader: PrivateLoader, *, is_alone: bool) -> None:
+    def _flip_coins(self, *, is_alone: bool) -> None:
         """Choose the canaries, and which of them are in."""
         count, examples = self._canaries, self.plan.num_examples
         self._places = _places(self.plan, self._batches if is_alone else [], self._coins)[:count]
@@ -282,10 +283,8 @@ class BesideCanaries(nn.Module):
         assert rows is not None
         sizes = {leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim}
         if sizes and len(rows) not in sizes:
-            raise ValueError(
-                f"the batch has {len(rows)} examples, but the model was called with {max(sizes)}. Call it once with the "
-                "whole batch."
-            )
+            found = f"the batch has {len(rows)} examples, but the model was called with {max(sizes)}"
+            raise ValueError(f"{found}. Call it once per batch, and with other data under torch.no_grad().")
         self._game._moved, output = super().__call__(rows.to(self.first.weight.device), args, kwargs)
         return output
 

@@ -6,8 +6,8 @@ Batches, clipping and noise are checked too. The exit status is 1 if the claim i
 
 RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
 (json.dumps(plan.to_dict())). Without RUN, the options define a plan. With --recipe, the canaries are trained beside the
-recipe's own model, on its records; each game is a whole training. A bound below the claim only means that this attack
-found nothing.
+recipe's own model, on its records; each game is a whole training. In Python, dpoptim.app.audit.audit_loop attacks a
+training loop of your own. A bound below the claim only means that this attack found nothing.
 
 examples:
   dpoptim audit runs/first --plot audit.png
