@@ -168,18 +168,18 @@ def audit_loop(
         ValueError: As in `audit_plan`, or the loop does not play the game: it makes fewer steps than planned, takes
             batches from elsewhere, or leaves the canaries out.
 
-    >>> from torch.nn import Linear
+    >>> import torch
     >>> import dpoptim
     >>> def train(game):
     ...     loader = game.private_loader([torch.full((2,), i / 100) for i in range(400)])
-    ...     model = game.model(Linear(2, 1))
+    ...     model = game.model(torch.nn.Linear(2, 1))
     ...     optimizer = game.optimizer(dpoptim.dp_sgd, model, lr=0.1)
     ...     for batch in loader:
     ...         losses = model(batch)[:, 0] ** 2
     ...         game.insert(losses).sum().backward()
     ...         optimizer.step()
     >>> plan = dpoptim.PrivacyPlan(num_examples=400, batch_size=100, steps=4).calibrate(epsilon=8.0, delta=1e-4)
-    >>> found = audit_loop(plan, train)
+    >>> found = audit_loop(plan, train, games=2)
     >>> found.passed, 1.0 < found.epsilon_bound < found.epsilon
     (True, True)
     """
