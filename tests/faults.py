@@ -396,6 +396,11 @@ audit-forgets-delta: The bound on right guesses ignores what a mechanism may rev
     - expit(epsilons), only_more=True) + revealed
     + expit(epsilons), only_more=True) + 0 * revealed
 
+audit-repeats-canaries: An audit inserts the canaries of the first batch into every batch of a loop.
+    in app/audit/game.py, found by app/audit/test_own_loop.py -k "move_the_release"
+    - self._part += 1
+    + self._part += 0
+
 theory-bias-off-by-one: The predicted bias of the second moment is debiased by the power of the next step.
     in theory/second_moments.py, found by theory/test_second_moments.py -k trace
     - total / (1 - beta2**step)
