@@ -154,9 +154,7 @@ def main() -> None:
         f"{heading(setting('cpu', options.commit))}. By `python benchmarks/input_canaries.py`; its docstring explains "
         f"the rows. {options.games * CANARIES:,} canaries in {options.games} games, confidence {CONFIDENCE:g}.",
         "",
-        *markdown_table(
-            ["canary; what the attack sees", "ε = 4", "ε = 8"], [[name, *own] for name, own in rows.items()]
-        ),
+        *markdown_table(titles, [[name, *own] for name, own in rows.items()]),
     ]
     text = "\n".join(lines) + "\n"
     print(text)
