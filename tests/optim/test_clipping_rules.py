@@ -61,6 +61,7 @@ def slow_run(made, plan, dtype):
         counts = torch.cat([stream.row(t).clone() for t in range(plan.steps)]) * plan.strategy.column_norm
         own: Any = {"quantile": rule.quantile, "rate": rule.rate, "count_weight": rule.count_weight}
         theta, gradients, noise = inputs
+        own["count_levels"] = torch.from_numpy(plan.strategy.row_norms() * plan.strategy.column_norm)
         return reference.AdaptiveRun(theta, gradients, noise, count_noise=counts, **shape, **own)
     if isinstance(rule, dpoptim.NormalizedGradients):
         return reference.Run(*inputs, **shape, bound=functools.partial(reference.normalize, stability=rule.stability))
