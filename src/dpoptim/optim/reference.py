@@ -146,7 +146,7 @@ class AdaptiveRun(Run):
         noisy_count = weight * float((10 * (ratios - 0.95)).clamp(0, 1).sum()) + self.noise_stddev * self.count_noise[t]
         share = noisy_count / (weight * self.batch_size)
         level = self.noise_stddev * float(self.count_levels[t]) / (weight * self.batch_size)
-        rate = min(self.rate, 0.02 / level) if level else self.rate  # so that noise moves the clip norm by 2 % at most
+        rate = min(self.rate, 0.01 / level) if level else self.rate  # so that noise moves the clip norm by 1 % at most
         self.factors.append(kappa * math.exp(rate * (float(share) - (1 - self.quantile))))
         return (clipped.sum(0) + kappa * self.noise_stddev * self.noise[t]) / self.batch_size, clipped
 

@@ -111,7 +111,7 @@ class AdaptiveClipNorm(FixedClipNorm):
     Args:
         quantile: The share of gradients that ζ_t should exceed.
         rate: How fast ζ_t follows. r_t is smaller if the noise on p̃_t would move ζ_t by more than a standard deviation
-            of 2 % in a step.
+            of 1 % in a step.
         count_weight: a, what an example moves the count over what it moves the gradient. The noise of the gradient
             grows by √(1 + a²), and the noise on p̃ is noise_multiplier·√(1 + a²)/(a·batch_size) if it is independent.
 
@@ -123,7 +123,7 @@ class AdaptiveClipNorm(FixedClipNorm):
     """
 
     quantile: float = 0.9
-    rate: float = 0.2
+    rate: float = 0.05
     count_weight: float = 0.1
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class AdaptiveClipNorm(FixedClipNorm):
         """Return κ_{t+1} from κ_t, p̃_t and the standard deviation of the noise on p̃_t, which is public.
 
         >>> [round(AdaptiveClipNorm().next_factor(1.0, noisy_share=1.0, noise=one), 4) for one in (0.0, 1.0)]
-        [1.1972, 1.0182]
+        [1.046, 1.009]
         """
         rate = self.rate / max(1.0, self.rate * noise / _NOISE_PER_STEP)
         exponent = math.log(factor) + rate * (noisy_share - (1.0 - self.quantile))
@@ -150,7 +150,7 @@ class AdaptiveClipNorm(FixedClipNorm):
         return text + f"count of those clipped (budget: noise times {self.noise_factor:.6g})"
 
 
-_NOISE_PER_STEP = 0.02
+_NOISE_PER_STEP = 0.01
 """The standard deviation of what noise may change of the logarithm of an adaptive clip norm in a step."""
 
 RULES = (FixedClipNorm, NormalizedGradients, GroupClipNorms, AdaptiveClipNorm)
