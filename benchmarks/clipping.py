@@ -33,11 +33,10 @@ from tables import TASKS, with_dpoptim
 
 TABLES = ("breast cancer", "digits", "friedman", "four curved classes")
 EPSILONS = (3.0, 8.0)
-CLIP_NORMS = (0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 10.0)
+CLIP_NORMS = (0.1, 0.3, 1.0, 2.0, 3.0, 10.0)
 UNTUNED: dict[str, dict[str, Any]] = {
     "adaptive": {"clipping": "adaptive"},
     "normalized": {"clipping": "normalized"},
-    "default": {},
 }
 STARTS: dict[str, dict[str, Any]] = {
     f"adaptive from {start:g}": {"clipping": "adaptive", "clip_norm": start} for start in (0.1, 10.0)
