@@ -95,7 +95,7 @@ def markdown(record: dict[str, Any]) -> str:
             names, best = tuned(found)
             how = ", ".join(dict.fromkeys(name.removeprefix("fixed ") for name in names))
             untuned = [over(found[name], best) for name in (*UNTUNED, *STARTS)]
-            rows.append([task, epsilon, len(best), f"{statistics.mean(best):.4f} at {how}", *untuned])
+            rows.append([task, epsilon, str(len(best)), f"{statistics.mean(best):.4f} at {how}", *untuned])
             means.append([task, epsilon, *(f"{statistics.mean(found[name]):.4f}" for name in METHODS)])
     lines = [
         "# Clipping without tuning",
