@@ -101,12 +101,20 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(maker: str, about: str | None, measure: Measure, markdown: Callable[[dict[str, Any]], str]) -> None:
-    """The command line of this script and of clipping.py, which have the same tasks."""
+def main(
+    maker: str,
+    about: str | None,
+    measure: Measure,
+    markdown: Callable[[dict[str, Any]], str],
+    tasks: tuple[str, ...] = ("texts", *TABLES),
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> None:
+    """The command line of this script and of clipping.py."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ("texts", *TABLES)
-    parser.add_argument("--tasks", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
+    known = ("texts", *TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=known, default=tasks, metavar="NAME", help=", ".join(known))
     parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="on the texts (default: 100)")
+    add_options(parser)
     add_json(parser)
     add_write(parser)
     options = parser.parse_args()

@@ -328,6 +328,16 @@ count-without-noise: An adaptive clip norm follows the exact count of clipped ex
     - self._count_noise.add_to(share, self.step, stddev=self._stddevs["gradient"],
     + self._count_noise.add_to(share, self.step, stddev=0.0,
 
+noisy-count-at-full-rate: An adaptive clip norm follows counts that are mostly noise as fast as others.
+    in privacy/clipping_rules.py, found by optim/test_clipping_rules.py -k "one_percent"
+    - rate = self.rate / max(1.0, self.rate * noise / _NOISE_PER_STEP)
+    + rate = self.rate
+
+count-noise-of-one-row: The level of a count's noise ignores the correlation of noise.
+    in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "slow_versions and banded and adaptive"
+    - noise = self._stddevs["gradient"] * float(self._row_norms[self.step]) / divisor
+    + noise = self._stddevs["gradient"] / divisor
+
 clip-factor-not-in-noise: The noise does not grow with an adaptive clip norm.
     in clipping/mechanism.py, found by optim/test_clipping_rules.py -k "noise_of_an_adaptive_run"
     - stddev = self._stddevs[stream] * self.clip_factor

@@ -141,6 +141,12 @@ def test_defaults_of_tables_follow_the_model():
         for model in ("mlp", "linear")
     ]
     assert [(one.learning_rate, one.clip_norm) for one in found] == [(0.1, 3.0), (0.1, 1.0)]
+    starts = [
+        with_defaults(made(model=model, clipping="adaptive"), task=task, num_examples=1000, device=torch.device("cpu"))
+        for model in ("mlp", "linear")
+        for task in (Task.TABULAR_CLASSIFICATION, Task.TABULAR_REGRESSION)
+    ]
+    assert [one.clip_norm for one in starts] == [2.0, 0.1, 1.0, 0.1]
     for other in ({"noise": "independent"}, {"sampling": "auto"}, {"epsilon": None, "noise_multiplier": 1.0}):
         recipe = made(model="mlp").replace(**other)
         one = with_defaults(recipe, task=Task.TABULAR_REGRESSION, num_examples=1000, device=torch.device("cpu"))

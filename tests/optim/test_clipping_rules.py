@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -23,7 +24,7 @@ from tests.optim.test_against_reference import KEY, PLANS, RUN, STEPS, rows_of, 
 
 GROUPS = dpoptim.GroupClipNorms(groups=(("", 1.0), ("2.", 3.0)))
 CLIPPING = {
-    "adaptive": dpoptim.AdaptiveClipNorm(quantile=0.3, rate=0.4, count_weight=0.5),
+    "adaptive": dpoptim.AdaptiveClipNorm(quantile=0.9, rate=0.4, count_weight=5.0),
     "normalized": dpoptim.NormalizedGradients(stability=0.2),
     "groups": GROUPS,
     "layers": dpoptim.GroupClipNorms.per_layer(["0.weight", "0.bias", "2.weight", "2.bias"]),
@@ -61,6 +62,7 @@ def slow_run(made, plan, dtype):
         counts = torch.cat([stream.row(t).clone() for t in range(plan.steps)]) * plan.strategy.column_norm
         own: Any = {"quantile": rule.quantile, "rate": rule.rate, "count_weight": rule.count_weight}
         theta, gradients, noise = inputs
+        own["count_levels"] = torch.from_numpy(plan.strategy.row_norms() * plan.strategy.column_norm)
         return reference.AdaptiveRun(theta, gradients, noise, count_noise=counts, **shape, **own)
     if isinstance(rule, dpoptim.NormalizedGradients):
         return reference.Run(*inputs, **shape, bound=functools.partial(reference.normalize, stability=rule.stability))
@@ -182,6 +184,22 @@ def test_the_count_has_the_noise_of_the_proof():
     assert abs(statistics.mean(moves)) < 5 * expected / math.sqrt(plan.steps)
 
 
+def test_noise_moves_an_adaptive_clip_norm_by_one_percent():
+    """Whatever its level: small batches and correlated noise slow the rule down."""
+    plan = dpoptim.PrivacyPlan(
+        num_examples=40, batch_size=4, steps=400, clip_norm=0.5, noise_multiplier=1.5,
+        sampling=dpoptim.Shuffled(), noise=dpoptim.BandedToeplitz(bands=5), clipping=dpoptim.AdaptiveClipNorm(),
+    )  # fmt: skip
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, **RUN)
+    path = [0.0]
+    for _ in range(plan.steps):
+        model(torch.zeros(4, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        path.append(math.log(optimizer.mechanism.clip_factor))
+    assert statistics.stdev(b - a for a, b in itertools.pairwise(path)) == pytest.approx(0.01, rel=0.15)
+
+
 @pytest.mark.parametrize("clipping", CLIPPING)
 def test_one_record_moves_a_step_within_the_bound(clipping):
     """Of what the noise covers: the gradient over the clip factor, and the count."""
@@ -217,7 +235,7 @@ def test_captured_losses_may_reorder_their_rows(monkeypatch):
     """Then a batch's first rows are not its examples, but the count is still theirs."""
     tape_graphs(monkeypatch)
     plan = captured_loops.plan_of(batch_size=8).replace(
-        clipping=dpoptim.AdaptiveClipNorm(rate=1.0), clip_norm=1e-6, noise_multiplier=0.0
+        clipping=dpoptim.AdaptiveClipNorm(quantile=0.5, rate=1.0), clip_norm=1e-6, noise_multiplier=0.0
     )
     factors = []
     for examples in (8, 7):

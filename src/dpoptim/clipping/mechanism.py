@@ -382,7 +382,8 @@ class PrivateMechanism:
         share = torch.tensor([weight * float(clipped)], dtype=torch.float64)
         divisor = weight * self.plan.batch_size
         self._count_noise.add_to(share, self.step, stddev=self._stddevs["gradient"], scale=None, divisor=divisor)
-        return rule.next_factor(self.clip_factor, float(share))
+        noise = self._stddevs["gradient"] * float(self._row_norms[self.step]) / divisor
+        return rule.next_factor(self.clip_factor, float(share), noise)
 
     @property
     def clip_factor(self) -> float:

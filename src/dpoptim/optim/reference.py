@@ -129,6 +129,7 @@ class AdaptiveRun(Run):
     """A run whose clip norm follows the noisy share of clipped examples; see `dpoptim.AdaptiveClipNorm`."""
 
     count_noise: Tensor  # [steps], rows of C⁻¹z for the count
+    count_levels: Tensor  # [steps], their standard deviations
     quantile: float
     rate: float
     count_weight: float  # a; noise_stddev includes √(1 + a²)
@@ -144,7 +145,9 @@ class AdaptiveRun(Run):
         weight = self.count_weight * self.clip_norm
         noisy_count = weight * float((10 * (ratios - 0.95)).clamp(0, 1).sum()) + self.noise_stddev * self.count_noise[t]
         share = noisy_count / (weight * self.batch_size)
-        self.factors.append(kappa * math.exp(self.rate * (float(share) - (1 - self.quantile))))
+        level = self.noise_stddev * float(self.count_levels[t]) / (weight * self.batch_size)
+        rate = min(self.rate, 0.01 / level) if level else self.rate  # so that noise moves the clip norm by 1 % at most
+        self.factors.append(kappa * math.exp(rate * (float(share) - (1 - self.quantile))))
         return (clipped.sum(0) + kappa * self.noise_stddev * self.noise[t]) / self.batch_size, clipped
 
 

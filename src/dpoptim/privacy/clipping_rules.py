@@ -106,11 +106,12 @@ class AdaptiveClipNorm(FixedClipNorm):
     """Clip to ζ_t, which follows a quantile of the norms by noisy counts (Andrew et al., 2021).
 
     ζ_1 = ζ. Step t also releases p̃_t, the noisy number of clipped examples over the expected batch size, and
-    ζ_{t+1} = ζ_t·exp(rate·(p̃_t − (1 − quantile))), within a factor of 10,000 of ζ. An example near ζ_t counts in part.
+    ζ_{t+1} = ζ_t·exp(r_t·(p̃_t − (1 − quantile))), within a factor of 10,000 of ζ. An example near ζ_t counts in part.
 
     Args:
         quantile: The share of gradients that ζ_t should exceed.
-        rate: How fast ζ_t follows.
+        rate: How fast ζ_t follows. r_t is smaller if the noise on p̃_t would move ζ_t by more than a standard deviation
+            of 1 % in a step.
         count_weight: a, what an example moves the count over what it moves the gradient. The noise of the gradient
             grows by √(1 + a²), and the noise on p̃ is noise_multiplier·√(1 + a²)/(a·batch_size) if it is independent.
 
@@ -121,8 +122,8 @@ class AdaptiveClipNorm(FixedClipNorm):
     clip norm at the same σ. The gradient is released times κ_t.
     """
 
-    quantile: float = 0.5
-    rate: float = 0.2
+    quantile: float = 0.9
+    rate: float = 0.05
     count_weight: float = 0.1
 
     def __post_init__(self) -> None:
@@ -134,19 +135,23 @@ class AdaptiveClipNorm(FixedClipNorm):
     def noise_factor(self) -> float:
         return math.sqrt(1.0 + self.count_weight**2)
 
-    def next_factor(self, factor: float, noisy_share: float) -> float:
-        """Return κ_{t+1} from κ_t and p̃_t.
+    def next_factor(self, factor: float, noisy_share: float, noise: float) -> float:
+        """Return κ_{t+1} from κ_t, p̃_t and the standard deviation of the noise on p̃_t, which is public.
 
-        >>> round(AdaptiveClipNorm().next_factor(1.0, noisy_share=1.0), 4)  # all are clipped
-        1.1052
+        >>> [round(AdaptiveClipNorm().next_factor(1.0, noisy_share=1.0, noise=one), 4) for one in (0.0, 1.0)]
+        [1.046, 1.009]
         """
-        exponent = math.log(factor) + self.rate * (noisy_share - (1.0 - self.quantile))
+        rate = self.rate / max(1.0, self.rate * noise / _NOISE_PER_STEP)
+        exponent = math.log(factor) + rate * (noisy_share - (1.0 - self.quantile))
         return math.exp(min(max(exponent, -math.log(1e4)), math.log(1e4)))
 
     def describe(self, clip_norm: float) -> str:
         text = f"clipped to a norm that starts at {clip_norm:g} and follows the {self.quantile:g} quantile, and the "
         return text + f"count of those clipped (budget: noise times {self.noise_factor:.6g})"
 
+
+_NOISE_PER_STEP = 0.01
+"""The standard deviation of what noise may change of the logarithm of an adaptive clip norm in a step."""
 
 RULES = (FixedClipNorm, NormalizedGradients, GroupClipNorms, AdaptiveClipNorm)
 """Those with a proof; a subclass may have none."""

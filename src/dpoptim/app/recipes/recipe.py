@@ -193,7 +193,8 @@ class Recipe:
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
     clipping: str = _setting("fixed", _one_of(*CLIPPING), PRIVACY,
-        "default: fixed, at --clip-norm; adaptive follows the median norm from there, for a part of the budget; "
+        "default: fixed, at --clip-norm; adaptive follows the 0.9 quantile of norms, for a part of the budget, from "
+        "--clip-norm (then default: 1; 2 for mlp; 0.1 for tables with numbers to predict); "
         "normalized divides each gradient by its norm")
     exact_noise: bool = _setting(False, _SWITCH, PRIVACY,
         "add noise without floating-point errors; it takes more time, most of all correlated noise")
