@@ -299,6 +299,11 @@ CASES: dict[str, Callable[[], Case]] = {
         squares,
         _inputs(6),
     ),
+    "in-place activations over positions": lambda: Case(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.SiLU(inplace=True)),
+        squares,
+        _inputs(7, 6),
+    ),
     "embedding": lambda: Case(nn.Embedding(20, 5), squares, _ids(9, 6)),  # more than 16 rows, as in `Tied`
     "embedding with padding_idx": lambda: Case(nn.Embedding(9, 5, padding_idx=3), squares, _ids(9, 6)),
     "embedding 3-D ids": lambda: Case(nn.Embedding(9, 5), squares, _ids(9, 4, 3)),

@@ -35,7 +35,8 @@ class _Linear(torch.autograd.Function):
         ctx.record, ctx.inputs_first = record, inputs_first
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
-        return F.linear(inputs, weight.T if inputs_first else weight, bias)
+        # With positions the output is a view, and torch would not let an in-place activation change it.
+        return F.linear(inputs, weight.T if inputs_first else weight, bias).data
 
     @staticmethod
     @differentiated_once
