@@ -282,6 +282,13 @@ def _language_model(model: nn.Module) -> Case:
     return Case(model, loss_fn, {"input_ids": _ids(61, 9), "attention_mask": mask, "labels": _ids(61, 9)})
 
 
+def _attention_that_trains_only_its_output() -> Case:
+    layer = Attention(batch_first=True)
+    layer.attention.in_proj_weight.requires_grad_(False)
+    layer.attention.in_proj_bias.requires_grad_(False)
+    return Case(layer, squares, _inputs(7, 6))
+
+
 def _normalized_attention() -> Case:
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
     weight_norm(layer.linear1)
@@ -340,6 +347,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention, as many positions as examples": lambda: Case(
         Attention(batch_first=True), squares, _inputs(EXAMPLES, 6)
     ),
+    "attention that trains only its output": _attention_that_trains_only_its_output,
     "cross attention": lambda: Case(CrossAttention(), squares, _inputs(7, 6)),
     "cross attention, different key width": lambda: Case(CrossAttention(key_width=4), squares, _inputs(7, 6)),
     "transformer encoder": lambda: Case(

@@ -96,8 +96,9 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     layers: dict[nn.Module, Layer] = {}
     inside_generic: set[nn.Module] = set()
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        parts: Any = module.modules() if isinstance(module, nn.MultiheadAttention) else [module]
+        is_attention = isinstance(module, nn.MultiheadAttention)  # which never calls its part
+        own = [p for p in module.parameters(recurse=is_attention) if p.requires_grad]
+        parts: Any = module.modules() if is_attention else [module]
         is_computed = any(is_parametrized(part) and any_trainable(part.parametrizations) for part in parts)
         rule = None if is_computed else own_rule(module)
         rewrites = rule in _REWRITTEN.values() and (rule in _OF_DEBERTA or any_trainable(module))
