@@ -233,6 +233,10 @@ def test_classes_that_were_read_are_noted(tmp_path):
     declared = {**DECLARED, "outcome": ["ill", "well"]}
     for changes in ({"label_names": ("ill", "well")}, {"columns": declared}):
         assert found not in prepare_run(recipe_for(tmp_path, **changes)).notes
+    escapes = tmp_path / "escapes.csv"
+    escapes.write_text("ward,outcome\n" + "a,\x1b[2J\n" * 100 + "b,well\n" * 100)
+    recipe = recipe_for(tmp_path, data=str(escapes), columns={"ward": ["a", "b"]})
+    assert r"2 classes read from the data: '\x1b[2J', well" in prepare_run(recipe).notes, "nothing acts on a terminal"
     ages = tmp_path / "ages.csv"
     ages.write_text("ward,age\n" + "".join(f"a,{place % 30}\n" for place in range(200)))
     recipe = recipe_for(tmp_path, data=str(ages), label_column="age", columns={"ward": ["a", "b"]})

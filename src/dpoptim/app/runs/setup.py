@@ -278,7 +278,8 @@ def shared_count(records: Records, *others: Records) -> int:
 def _note_on_classes(training: Records) -> str:
     """The classes that were found in the data: a misspelt one is visible, and so is a number."""
     names = training.label_names
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:20])
+    shown += ", ..." if len(names) > 20 else ""
     note = f"{len(names)} classes read from the data: {shown}"
     if training.kind is RecordKind.TABULAR and len(names) > 20 and names[-1].isdecimal():  # numbers come first
         note += "; for a regression declare the label's range, as --columns age=0:110"
