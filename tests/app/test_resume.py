@@ -24,6 +24,8 @@ from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs import loop
 from dpoptim.app.runs import run as run_module
 from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
+from dpoptim.data.processes import Processes
+from dpoptim.privacy.step_ledger import released_count
 from tests.app.runs import (
     CrashAfter,
     StopAfter,
@@ -133,6 +135,33 @@ def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, m
     assert steps == [1, 5, 10, 15, 20], "a step that was repeated must be in the log once"
 
 
+def test_the_log_has_no_gap_where_another_process_ended(tmp_path, one_key, monkeypatch):
+    """The last step is saved then, and its evaluation must not be missing."""
+    recipe, place = rows_recipe(tmp_path, checkpoint_every=15), RunDirectory(tmp_path / "parts")
+    train(recipe, tmp_path / "whole")
+    from_first = Processes.from_first
+
+    def lost(processes, value):
+        if value is False and released_count(place.steps_file) == 10:
+            raise ConnectionError("process 1 ended")
+        return from_first(processes, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Processes, "from_first", lost)
+        with pytest.raises(OSError, match="step 10 is saved"):
+            train(recipe, place.path)
+    assert checkpoints(place.checkpoints)[-1].name == "step-000010"
+    resume(place.path)
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+
+
+def flip_bit_of_a_parameter(file):
+    (value, *_) = torch.load(file)["model"].values()
+    content = bytearray(file.read_bytes())
+    content[content.index(value.numpy().tobytes()) + 2] ^= 64
+    file.write_bytes(content)
+
+
 def foreign_pickle(file):
     file.write_bytes(pickle.dumps(print, protocol=2))
 
@@ -140,6 +169,7 @@ def foreign_pickle(file):
 BROKEN = {
     "empty": lambda file: file.write_bytes(b""),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "one bit flipped": flip_bit_of_a_parameter,
     "foreign pickle": foreign_pickle,
     "another dictionary": lambda file: torch.save({"weight": torch.ones(2)}, file),
 }
@@ -272,7 +302,9 @@ def test_a_finished_run_is_not_trained_again(trained_run):
 def test_a_finished_run_without_its_model_makes_it_again(trained_run, tmp_path, capsys):
     copy = copy_run(trained_run, tmp_path / "run")
     shutil.rmtree(copy.model)
+    (copy.path / ".model.1234.unfinished").mkdir()  # the process was killed while it saved
     assert main(["train", "--resume", str(copy.path)]) == 0
+    assert not list(copy.path.glob(".*"))
     printed = capsys.readouterr().err
     assert "already finished" not in printed
     assert "holds the noise key" in printed
@@ -302,6 +334,12 @@ def test_missing_or_changed_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"noise\.key is damaged. Restore it"):
         resume(tmp_path / "run")
     key.write_bytes(secret)
+    statement = RunDirectory(tmp_path / "run").statement_file
+    text = statement.read_text()
+    statement.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"statement\.txt cannot be read"):
+        resume(tmp_path / "run")
+    statement.write_text(text)
     recipe = RunDirectory(tmp_path / "run").recipe_file
     text = recipe.read_text()
     recipe.write_text("")

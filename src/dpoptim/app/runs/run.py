@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpoptim.app.files import make_folder, write_text
+from dpoptim.app.files import make_folder, remove_unfinished, write_text
 from dpoptim.app.format import plain
 from dpoptim.app.models.loading import load_model
 from dpoptim.app.progress import ProgressReporter, two_digits
@@ -231,13 +231,13 @@ class _Run:
                 self.progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 evaluates = last or loop.step % recipe.evaluate_every == 0
                 stops = not last and self.stop.signal is not None  # read once: it may change at any moment
-                Processes.current().from_first(stops)
                 saves = last or stops or loop.step % recipe.checkpoint_every == 0
                 if is_logged or evaluates or saves:
                     self._check_finite(finite_at)
                     finite_at = loop.step
                 if evaluates:
                     self._evaluate()
+                Processes.current().from_first(stops)  # fails if a process has ended: the step is in the log by then
                 if saves:
                     self._checkpoint()
                 if stops:
@@ -334,6 +334,7 @@ class _Run:
                 self.setup.prepared.tokenizer.save_pretrained(folder)
 
         shutil.rmtree(self.place.model, ignore_errors=True)
+        remove_unfinished(self.place.path)
         with self.loop.optimizer.averaged_weights():
             make_folder(self.place.model, fill, secret=False)
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class RunDirectory:
         try:
             if self.key_file.stat().st_size != KEY_BYTES:
                 raise ValueError(f"{self.key_file} is damaged. Restore it: the run cannot resume without it.")
+            parsed(self.statement_file, str)  # the end of the run needs it
             return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
             raise ValueError(f"{error.filename} is missing. The run cannot resume without it.") from None
@@ -161,6 +163,9 @@ def load_tensors(file: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about pickles of other versions, which fail below
+            with zipfile.ZipFile(file) as parts:
+                if parts.testzip() is not None:  # torch does not compare checksums
+                    raise ValueError("a checksum differs")
             return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}). Restore the original.") from error
