@@ -155,6 +155,24 @@ def test_the_log_has_no_gap_where_another_process_ended(tmp_path, one_key, monke
     assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
 
 
+def test_a_run_that_is_killed_at_its_first_checkpoint_has_one_first_evaluation(tmp_path, one_key, monkeypatch):
+    recipe, place = rows_recipe(tmp_path), RunDirectory(tmp_path / "parts")
+    train(recipe, tmp_path / "whole")
+    for when in ("before", "after"):
+
+        def killed(folder, step, state, when=when):
+            if when == "after":
+                save_checkpoint(folder, step, state)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(run_module, "save_checkpoint", killed)
+            with pytest.raises(KeyboardInterrupt):
+                resume(place.path) if place.path.exists() else train(recipe, place.path)
+    resume(place.path)
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+
+
 def flip_bit_of_a_parameter(file):
     (value, *_) = torch.load(file)["model"].values()
     content = bytearray(file.read_bytes())
@@ -294,9 +312,19 @@ def test_failed_first_checkpoint_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_a_finished_run_is_not_trained_again(trained_run):
-    before = (trained_run / "log.jsonl").read_bytes()
+    before, summary = (trained_run / "log.jsonl").read_bytes(), (trained_run / "summary.json").read_bytes()
+    (trained_run / "summary.json").unlink()  # the process was killed before it wrote it
     assert resume(trained_run)["reason"] == "finished"
     assert (trained_run / "log.jsonl").read_bytes() == before
+    assert (trained_run / "summary.json").read_bytes() == summary
+
+
+def test_processes_wait_for_each_other_where_a_run_was_finished(trained_run, monkeypatch):
+    """torch.distributed fails in a process that connects while another one ends."""
+    waited: list[object] = []
+    monkeypatch.setattr(Processes, "from_first", lambda processes, value: waited.append(value))
+    assert resume(trained_run)["reason"] == "finished"
+    assert waited == [None]
 
 
 def test_a_finished_run_without_its_model_makes_it_again(trained_run, tmp_path, capsys):

@@ -131,10 +131,13 @@ def resume(
     place = RunDirectory(Path(directory).expanduser())
     if last_reason(place.path) == "finished" and place.model.is_dir():
         summary = _summary(place)
+        if processes.rank == 0 and not place.summary_file.exists():  # the process was killed just before
+            _write_summary(place, summary)
         with contextlib.suppress(FileNotFoundError):  # a run that was shared has no ledger
             settings = recipe_settings(place.read_recipe().to_dict())
             now = {"plan": place.read_plan().to_dict(), "settings": settings}
             check_unchanged(read_ledger(place.steps_file)[0], json.loads(json.dumps(now)))
+        processes.from_first(None)  # one that ended now would fail those that still connect
         return summary
     recipe, plan, key = place.read()
     with progress:
@@ -184,8 +187,8 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
         step = None if newest is None else loop.step
         del newest  # its memory
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
+            cut_log(place.log_file, -1 if step is None else step)
             if step is not None:
-                cut_log(place.log_file, step)
                 set_aside_newer(place.checkpoints, step)
             with stopping_between_steps() as stop:
                 try:
@@ -220,8 +223,8 @@ class _Run:
         reason = "finished"
         try:
             if resumed_from is None:
+                self._evaluate()  # first: a run that resumes at this checkpoint does not evaluate again
                 self._checkpoint()  # repeated first steps must get the same noise
-                self._evaluate()
             for entry in loop:
                 is_logged, last = "released" in entry, loop.step == plan.steps
                 if is_logged:
@@ -257,7 +260,7 @@ class _Run:
         summary = _summary(self.place)
         if self.stop.signal is not None:
             summary["signal"] = int(self.stop.signal)
-        write_text(self.place.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
+        _write_summary(self.place, summary)
         return summary
 
     def _description(self) -> dict[str, Any]:
@@ -359,6 +362,10 @@ def _summary(place: RunDirectory) -> dict[str, Any]:
         "model": str(place.model) if end["reason"] == "finished" else None,
         "guarantee": headline(run.plan, run.epsilon, run.plan.delta),
     }
+
+
+def _write_summary(place: RunDirectory, summary: dict[str, Any]) -> None:
+    write_text(place.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
