@@ -1,5 +1,5 @@
-# make demo | test | test-all | lint | types | docs | notebooks | bench | bench-all | clean | help: each sets up what it
-# needs in .venv, and does so again when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a
+# make demo | test | test-all | fuzz | lint | types | docs | notebooks | bench | bench-all | clean | help: each sets up
+# what it needs in .venv, and does so again when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a
 # new .venv.
 
 PYTHON ?= python3
@@ -9,13 +9,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types docs notebooks bench bench-all clean
+.PHONY: help demo test test-all fuzz lint types docs notebooks bench bench-all clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    fine-tune a small BERT on private text in five ways; about 50 s after set-up"
 	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
 	@echo "make test-all    every test that needs no GPU, including the slow ones"
+	@echo "make fuzz    random models, kills, damaged files, hostile names: about an hour; writes docs/reliability.md"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
 	@echo "make notebooks   execute docs/notebooks and store their outputs, in about a minute (ARGS=FILE for one of them)"
 	@echo "make lint    ruff: lint and format"
@@ -35,6 +36,10 @@ test: $(VENV)/.dev
 
 test-all: MARKS := not gpu
 test-all: test
+
+# The last part needs Chromium: apt-get install chromium.
+fuzz: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --json results/reliability.json --write docs/reliability.md $(ARGS)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
