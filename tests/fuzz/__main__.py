@@ -21,7 +21,7 @@ from tests.fuzz.parts import count
 
 PARTS = {
     "sensitivity": "Clipped sums of random models, against one example at a time in float64",
-    "kills": "`dpoptim train` killed with SIGKILL, one process; the result compared with that of a run that was not killed",
+    "kills": "`dpoptim train` killed with SIGKILL, one process; the result compared with an undisturbed run",
     "kills-of-two": "The same with two processes",
     "files": "A file of a run truncated, emptied, removed, swapped, or with flipped bits; then resumed",
     "strings": "Hostile column names, labels and run names in the report, in Chromium",
