@@ -306,11 +306,6 @@ CASES: dict[str, Callable[[], Case]] = {
         squares,
         _inputs(6),
     ),
-    "in-place activations over positions": lambda: Case(
-        nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.SiLU(inplace=True)),
-        squares,
-        _inputs(7, 6),
-    ),
     "embedding": lambda: Case(nn.Embedding(20, 5), squares, _ids(9, 6)),  # more than 16 rows, as in `Tied`
     "embedding with padding_idx": lambda: Case(nn.Embedding(9, 5, padding_idx=3), squares, _ids(9, 6)),
     "embedding 3-D ids": lambda: Case(nn.Embedding(9, 5), squares, _ids(9, 4, 3)),
@@ -347,7 +342,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention, as many positions as examples": lambda: Case(
         Attention(batch_first=True), squares, _inputs(EXAMPLES, 6)
     ),
-    "attention that trains only its output": _attention_that_trains_only_its_output,
     "cross attention": lambda: Case(CrossAttention(), squares, _inputs(7, 6)),
     "cross attention, different key width": lambda: Case(CrossAttention(key_width=4), squares, _inputs(7, 6)),
     "transformer encoder": lambda: Case(
@@ -391,6 +385,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "LoRA on DeBERTa": lambda: _lora(
         deberta("DebertaV2ForSequenceClassification", **_V3), ["query_proj", "value_proj"], task_type="SEQ_CLS"
     ),
+    "in-place activations over positions": lambda: Case(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.SiLU(inplace=True)),
+        squares,
+        _inputs(7, 6),
+    ),
+    "attention that trains only its output": _attention_that_trains_only_its_output,
 }
 
 
