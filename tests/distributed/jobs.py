@@ -325,15 +325,17 @@ def state_of(model: nn.Module, optimizer: Any, loader: Any) -> Any:
     )
 
 
+AVERAGING = partial(dpoptim.scale_then_privatize, averaged=0.9)
+
+
 def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
     """Continue runs with three kinds of noise in FILE.NOISE until a step, and save them; process 0 writes.
 
     Return the weights and their averages.
     """
     found = []
-    averaging = partial(dpoptim.scale_then_privatize, averaged=0.9)
     for noise in ("BandMF", "BLT", "banded inverse"):
-        model, optimizer, loader = started(plan_of(noise), make=averaging)
+        model, optimizer, loader = started(plan_of(noise), make=AVERAGING)
         load(f"{file}.{noise}", model, optimizer, loader)
         if int(os.environ["RANK"]) == 0 and with_ledger == "yes":
             step = optimizer.mechanism.step or None
@@ -354,7 +356,7 @@ def resume(file: str, until: str, with_ledger: str = "yes") -> Any:
 
 def loaded_twice(file: str) -> str:
     """Load a state of a different number of processes, and then the optimizer's own, as Accelerate does."""
-    model, optimizer, loader = started(plan_of("BandMF"))
+    model, optimizer, loader = started(plan_of("BandMF"), make=AVERAGING)
     optimizer.load_state_dict(torch.load(file, weights_only=False)["optimizer"])
     optimizer.load_state_dict(optimizer.state_dict())
     try:
