@@ -1,4 +1,4 @@
-"""How much do canaries in input space prove? Records with random labels, with and without a token of their own.
+"""How much do canaries in input space prove? Records with random labels, with and without a unique token.
 
     python benchmarks/input_canaries.py
     python benchmarks/input_canaries.py --games 2 --write FILE
@@ -35,8 +35,8 @@ FEATURES, CLASSES, WORDS, LENGTH = 32, 10, 1000, 8
 OWN_TOKENS = {  # in each canary; None has features instead of tokens
     "image features, random label": None,
     "text, random label": 0,
-    "text with one token of its own, random label": 1,
-    "text of one token of its own, random label": LENGTH,
+    "text with one unique token, random label": 1,
+    "text of one unique token, random label": LENGTH,
 }
 
 
