@@ -19,6 +19,7 @@ from tests.clipping.one_at_a_time import random_scale
 
 ON_GPU = [name for name in CASES if "attention" not in name and name != "shared positions"]
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+NOT_IN_16_BITS = ("orthogonal",)  # torch's exponential of a bfloat16 matrix returns NaN or worse
 needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -28,7 +29,11 @@ def moved(batch, device, dtype):
 
 COMBINATIONS = list(itertools.product(BOUNDS, [False, True]))
 ON_CPU = [(name, *COMBINATIONS[i % 4], "cpu") for i, name in enumerate(CASES)]
-ON_CUDA = [(name, dtype, (i + j) % 2 == 0, "cuda") for i, name in enumerate(ON_GPU) for j, dtype in enumerate(BOUNDS)]
+ON_CUDA = [
+    (name, dtype, (i + j) % 2 == 0, "cuda")
+    for i, name in enumerate(ON_GPU) for j, dtype in enumerate(BOUNDS)
+    if dtype == torch.float32 or name not in NOT_IN_16_BITS
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,7 @@ class ParameterGradients:
                 block = values.new_zeros(len(values), stop - start, values.shape[-1])
             example, position = torch.nonzero((use.ids >= start) & (use.ids < stop), as_tuple=True)
             slots = example * (stop - start) + use.ids[example, position] - start
-            block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
+            with norms.without_atomics():
+                block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
         assert block is not None
         return block

@@ -267,7 +267,8 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     sums = _row_sums(where, values[repeats], len(distinct)).to(wide_dtype(values.dtype))
     if scale is not None:
         sums *= scale[distinct % num_rows]
-    return total.index_add_(0, distinct // num_rows, self_products(sums)), bound
+    with without_atomics():
+        return total.index_add_(0, distinct // num_rows, self_products(sums)), bound
 
 
 def row_weighted_sum(
@@ -304,8 +305,9 @@ def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
     """Σ of the values at each place, float64 [count, width]; in float32, long sums would depend on their order."""
     sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
     together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
-    for some, rows in zip(places.split(together), values.split(together), strict=True):
-        sums.index_add_(0, some, rows.double())
+    with without_atomics():
+        for some, rows in zip(places.split(together), values.split(together), strict=True):
+            sums.index_add_(0, some, rows.double())
     return sums
 
 
@@ -316,14 +318,21 @@ def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) 
     return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
 
 
-def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
-    """The table that receives values[i] at row ids[i], on a GPU, without the atomics that torch uses by default."""
+@contextlib.contextmanager
+def without_atomics() -> Iterator[None]:
+    """Let torch add to rows in a fixed order on a GPU: by default it does not, and the last bits vary."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
     try:
-        return torch.ops.aten.embedding_dense_backward(values, ids, num_rows, -1, False)
+        yield
     finally:
         torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
+    """The table that receives values[i] at row ids[i], on a GPU."""
+    with without_atomics():
+        return torch.ops.aten.embedding_dense_backward(values, ids, num_rows, -1, False)
 
 
 def position_sums(values: Tensor, weights: Tensor) -> Tensor:
