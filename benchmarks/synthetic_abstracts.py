@@ -88,7 +88,7 @@ def public_model(tokenizer: Any, public: list[Tokens], options: argparse.Namespa
     tokens = torch.from_numpy(np.concatenate([part for text in public for part in (text, [end])]).astype(np.int64))
     rows = tokens[: len(tokens) // length * length].view(-1, length).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    steps, losses = options.pretraining_steps, []
+    steps, losses = options.pretraining_steps or (100 if options.tiny else 1500), []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min((step + 1) / (0.05 * steps), 1, (steps - step) / (0.3 * steps))
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument(
         "--each", type=int, default=1000, metavar="N", help="synthetic texts per subject (default: 1000)"
     )
-    parser.add_argument("--pretraining-steps", type=int, default=1500, metavar="N", help="(default: 1500)")
+    parser.add_argument("--pretraining-steps", type=int, metavar="N", help="(default: 1500, or 100 with --tiny)")
     parser.add_argument("--lora-rank", type=int, default=16, metavar="N", help="(default: 16)")
     parser.add_argument("--epochs", type=float, default=5, help="of the private runs (default: 5)")
     parser.add_argument("--tiny", action="store_true", help="made-up texts and a tiny model")

@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 
-_FLOAT32_INSIDE = ("GemmaForCausalLM",)
-"""Models whose norms round to float32, for any dtype of their parameters."""
+_FLOAT32_INSIDE = ("GemmaForCausalLM", "weight norm")
+"""Models whose norms, or torch's kernels of them, round to float32 for any dtype of their parameters."""
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
