@@ -69,6 +69,7 @@ class Column:
     sampling: Callable[[int], Sampling] = lambda steps: Shuffled()
     noise_multiplier: float | None = None
     epsilon: float | None = None
+    larger: int = 1  # batches are so many times larger, and steps so many times fewer
     beyond: bool = False
     paper: dict[str, float] = field(default_factory=dict)  # the paper's test losses, by row
 
@@ -189,6 +190,10 @@ COLUMNS: tuple[Column, ...] = (
         name="cyclic_10", label="BandMF, b = 16, cyclic Poisson samples", noise=_banded(16),
         sampling=lambda steps: CyclicPoisson(bands=min(16, steps)), epsilon=10.0, beyond=True,
     ),
+    Column(name="independent_x4", label="independent, σ = 1, batches 4 × larger", noise_multiplier=1.0, larger=4,
+           beyond=True),
+    Column(name="banded_x4", label="BandMF, σ = 1, b = 96, batches 4 × larger", noise=_banded(96), noise_multiplier=1.0,
+           larger=4, beyond=True),
 )  # fmt: skip
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 """The paper's columns with noise."""
@@ -220,7 +225,7 @@ def places(*, beyond: bool) -> list[tuple[str, str]]:
         rows = [each.name for each in ROWS if not each.beyond and each.name not in NON_PRIVATE]
         return first + [(name, each.name) for each in COLUMNS[1:] if not each.beyond for name in rows]
     rows = [each.name for each in ROWS if each.beyond]
-    at_ten = [each.name for each in COLUMNS if each.beyond]
+    at_ten = [each.name for each in COLUMNS if each.epsilon is not None]
     return [(name, "independent") for name in rows] + [("scale_then_privatize", name) for name in at_ten]
 
 

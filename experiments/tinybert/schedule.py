@@ -158,20 +158,25 @@ def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
 
 def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
     """A run with the smaller batch."""
-    own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": size.standing_for}
+    standing_for = size.standing_for * column(place[1]).larger
+    own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": standing_for}
     return {**own, **_tuning_sizes(place, size), **_scheduled(size), **shared, **dict(setting)}
 
 
 def _tuning_sizes(place: Place, size: Size) -> Cell:
     """What distinguishes tuning runs of this size; if an ε determines the noise, it is the final run's."""
-    at_epsilon = column(place[1]).epsilon is not None
-    return {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size,
+    at_epsilon, larger = column(place[1]).epsilon is not None, column(place[1]).larger
+    return {"steps": max(size.tuning_steps // larger, 1), "batch_size": size.tuning_batch_size * larger,
             **({"standing_for_steps": size.steps} if at_epsilon else {})}  # fmt: skip
 
 
 def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
-    """A run whose test loss is reported."""
-    sizes = {"steps": size.steps, "batch_size": size.batch_size, "standing_for": size.standing_for}
+    """A run whose test loss is reported. Larger batches make no more passes over the texts than smaller ones."""
+    larger = column(place[1]).larger
+    sizes = {"steps": size.steps // larger, "batch_size": larger * size.batch_size,
+             "standing_for": larger * size.standing_for}  # fmt: skip
+    if larger > 1 and (pass_steps := shared["num_examples"] // sizes["batch_size"]):
+        sizes["steps"] -= sizes["steps"] % pass_steps if sizes["steps"] > pass_steps else 0
     own = {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **_scheduled(size)}
     return {**own, **({} if size.average is None else {"average": size.average}), **shared, **dict(setting)}
 

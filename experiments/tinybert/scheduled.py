@@ -51,7 +51,7 @@ BUDGET = {"smoke": 3, "small": 2, "paper": 16}
 """The most tuning runs of a place, the same for all."""
 SEARCH_FILES = 1
 """The search needs only the first train file: a tuning run draws 256,000 texts."""
-COLUMN_ORDER = ("banded", "none", "independent_low", "independent")
+COLUMN_ORDER = ("banded", "none", "independent_low", "independent", "independent_x4", "banded_x4")
 """Which column runs first."""
 
 _EPS = rates(1e-4, low=1e-5, high=0.1).grid
@@ -83,11 +83,16 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
     _row(
         "scale_then_privatize", {"clip_norm": _CLIP_NORMS, "eps_over_noise": _OVER_NOISE}, (),
         banded=(0.02, 0.5, 1.1), independent_low=(5e-3, 0.5, 1.5), independent=(1e-3, 0.25, 1.1),
+        independent_x4=(5e-3, 0.1, 0.8), banded_x4=(0.05, 0.5, 1.1),
     ),
-    _row("post_processing", {}, (), banded=(0.02,), independent_low=(5e-3,), independent=(1e-3,)),
+    _row(
+        "post_processing", {}, (),
+        banded=(0.02,), independent_low=(5e-3,), independent=(1e-3,), independent_x4=(5e-3,), banded_x4=(0.05,),
+    ),
     _row(
         "dp_sgd", {"momentum": _MOMENTA}, _LR_AND_MOMENTUM,
         banded=(2.0, 0.9), independent_low=(2.0, 0.9), independent=(0.2, 0.9),
+        independent_x4=(1.0, 0.9), banded_x4=(2.0, 0.9),
     ),
     _row(
         "bias_correction", {"eps": _EPS}, _LR_AND_EPS,
@@ -124,7 +129,7 @@ def places_scheduled() -> list[Place]:
     """All places, in the order in which they run.
 
     >>> len(places_scheduled()), places_scheduled()[0]
-    (29, ('scale_then_privatize', 'banded'))
+    (35, ('scale_then_privatize', 'banded'))
     """
     return [(each.name, column) for column in COLUMN_ORDER for each in ROWS_SCHEDULED if column in each.starts]
 

@@ -74,6 +74,17 @@ class TestSchedule:
             assert plan_of(cell).max_participations == 5
             assert guarantee(cell, plan_of(cell))[0] == pytest.approx(13.6113, abs=1e-3)
 
+    @pytest.mark.parametrize("column", ["independent_x4", "banded_x4"])
+    def test_larger_batches_cost_the_same_epsilon(self, column):
+        """Four times larger, in a quarter of the steps; tuning runs keep the noise in the mean of such a batch."""
+        place, size = ("post_processing", column), SIZES_SCHEDULED["paper"]
+        cell = final_cell(place, SETTING, size, {"num_examples": 817_503}, 0)
+        assert (cell["batch_size"], cell["steps"]) == (8192, 495)
+        assert guarantee(cell, plan_of(cell))[0] == pytest.approx(13.6113, abs=1e-3)
+        tuning = tuning_cell(place, SETTING, size, {"num_examples": 272_501})
+        assert (tuning["batch_size"], tuning["steps"]) == (1024, 250)
+        assert plan_of(tuning).noise_multiplier == pytest.approx(1024 / 8192)
+
 
 @pytest.mark.slow
 class TestRuns:
@@ -184,7 +195,7 @@ class TestPlan:
 
     def test_all_rows_of_the_table_are_in_it(self):
         assert len(ROWS_SCHEDULED) == 11
-        assert len(places_scheduled()) * BUDGET["paper"] == 464
+        assert len(places_scheduled()) * BUDGET["paper"] == 560
 
 
 @pytest.mark.slow
