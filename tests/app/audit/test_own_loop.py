@@ -165,9 +165,18 @@ def divided_by_the_batch(model: nn.Module, batch: Any) -> Tensor:
     return losses_of(model, batch) / len(batch[1])
 
 
-@pytest.mark.parametrize("losses", [weighed_by_the_batch, divided_by_the_batch])
+def long_and_weighed(model: nn.Module, batch: Any) -> Tensor:
+    return 30 * weighed_by_the_batch(model, batch)  # all gradients are clipped
+
+
+@pytest.mark.parametrize("losses", [weighed_by_the_batch, divided_by_the_batch, long_and_weighed])
 def test_losses_that_depend_on_the_batch_are_found(losses):
     assert failures(audit(loop(losses=losses))) == {MODEL}
+
+
+@pytest.mark.parametrize("clipping", [dpoptim.AdaptiveClipNorm(), dpoptim.NormalizedGradients()])
+def test_no_clipping_hides_that_losses_depend_on_the_batch(clipping):
+    assert compared(audit(loop(losses=long_and_weighed), clipping=clipping)) is False
 
 
 def reduced(losses: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:

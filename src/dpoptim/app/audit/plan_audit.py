@@ -150,7 +150,7 @@ def audit_loop(
     games: int = LEAST_GAMES,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
-    """Attack a training loop of your own: `train` is called once per game, and once more for each of three checks.
+    """Attack a training loop of your own: `train` is called once per game, and five times for one step.
 
     The game gives `train` the loader, and puts canaries beside the model and into the losses. Model, loss, records,
     optimizer and loop are yours. `train` must begin anew in each call: make the model inside.
