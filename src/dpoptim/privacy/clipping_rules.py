@@ -146,8 +146,9 @@ class AdaptiveClipNorm(FixedClipNorm):
         return math.exp(min(max(exponent, -math.log(1e4)), math.log(1e4)))
 
     def describe(self, clip_norm: float) -> str:
-        text = f"clipped to a norm that starts at {clip_norm:g} and follows the {self.quantile:g} quantile, as do the bound "
-        return text + f"and the noise below, and the count of those clipped (budget: noise times {self.noise_factor:.6g})"
+        text = f"clipped to a norm that starts at {clip_norm:g} and follows the {self.quantile:g} quantile (bounds and "
+        text += "noise are given at its start and follow it), and the "
+        return text + f"count of those clipped (budget: noise times {self.noise_factor:.6g})"
 
 
 _NOISE_PER_STEP = 0.01
