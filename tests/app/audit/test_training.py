@@ -129,8 +129,10 @@ def test_mistakes_are_refused(own, words):
         audit(own)
 
 
-def test_losses_divided_by_the_size_of_the_batch_are_found():
-    assert failures(audit(training(loss=mean_of_batch))) == {MODEL}
+@pytest.mark.parametrize("factor", [1, 1e5])  # all gradients are clipped
+def test_losses_divided_by_the_size_of_the_batch_are_found(factor):
+    own = training(loss=lambda model, batch: factor * mean_of_batch(model, batch))
+    assert failures(audit(own)) == {MODEL}
 
 
 def test_mixing_that_was_allowed_is_found():

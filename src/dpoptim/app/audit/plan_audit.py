@@ -41,13 +41,14 @@ from dpoptim.app.audit.training import (
 )
 from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import Independent
-from dpoptim.privacy import AdaptiveClipNorm, Gradient, GroupClipNorms, PrivacyPlan, accounting
+from dpoptim.privacy import AdaptiveClipNorm, FixedClipNorm, Gradient, GroupClipNorms, PrivacyPlan, accounting
 from dpoptim.privacy.accounting import GaussianRun
 from dpoptim.privacy.statement import format_epsilon
 
 MAX_CANARIES = 1_000_000
 LEAST_GAMES = 10  # a mechanism that reveals much with probability 1 in 100 cannot do so in each of them
 _QUIET = 1e-6  # a noise multiplier that hides nothing
+_UNCLIPPED = 1e6  # clip norms, so that clipping hides no factor of a loss
 _MAX_VALUES = 50_000_000  # released values kept from one game, 8 bytes each
 _MAX_CORRELATED_STEPS = 8_000  # C is stored as a dense matrix
 
@@ -219,8 +220,11 @@ def _audit(
     other_key = Game(plan, canaries=size, seed=2 * seed * games + 1, steps=1).play(train)
     of_model = []
     if compare is not None:
-        distance = compare(plan.replace(noise_multiplier=_QUIET), seed=2 * seed * games)
-        of_model.append(gradients_check(distance))
+        quiet = plan.replace(noise_multiplier=_QUIET)
+        larger: Any = {"clip_norm": plan.clip_norm * _UNCLIPPED, "clipping": FixedClipNorm()}
+        unclipped = quiet.replace(**larger, noise_multiplier=_QUIET / _UNCLIPPED)
+        distances = [compare(each, seed=2 * seed * games) for each in (quiet, unclipped)]
+        of_model.append(gradients_check(None if None in distances else float(np.max(distances))))
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
     each = 1.0 - (1.0 - confidence) / 3  # the first two, which hold together, the third, and the errors share the error

@@ -63,8 +63,6 @@ class _Losses(nn.Module):
         return losses
 
 
-_UNCLIPPED = 1e6  # times the clip norm
-
 Begin = Callable[[Game, _Losses, PrivateOptimizer], None]
 
 
@@ -154,32 +152,20 @@ def _distance(expected: Gradients, released: Mapping[str, Tensor], plan: Privacy
 def distance_from_single_examples(plan: PrivacyPlan, train: Callable[[Game], Any], *, seed: int) -> float | None:
     """How far the first release of a loop without noise is from that with one example or user at a time.
 
-    The larger of two distances: clipped as planned, and with a clip norm so large that clipping hides no factor of a
-    loss. None if the loop draws random numbers for a batch or its loss.
+    None if the loop draws random numbers for a batch or its loss.
     """
-    assert plan.noise_multiplier is not None
-    found: list[float] = []
-    larger: Any = {"clip_norm": plan.clip_norm * _UNCLIPPED, "clipping": FixedClipNorm()}
-    for own in (plan, plan.replace(**larger, noise_multiplier=plan.noise_multiplier / _UNCLIPPED)):
-        together, single = (_first_gradient(own, train, seed=seed, one_by_one=each) for each in (False, True))
-        if together is None or single is None:
-            return None
-        rest = sum(float(((together[name] - part) ** 2).sum()) for name, part in single.items())
-        found.append(math.sqrt(rest / max(sum(float((part**2).sum()) for part in single.values()), 1e-12)))
-    return float(torch.tensor(found).max())  # NaN if one is
-
-
-def _first_gradient(
-    plan: PrivacyPlan, train: Callable[[Game], Any], *, seed: int, one_by_one: bool
-) -> Gradients | None:
-    """The model's part of a loop's first release; None if the loop draws random numbers for it."""
-    found: Gradients = {}
+    first: list[Gradients] = []
 
     def observe(released: Released) -> None:
-        found.update((name, value.double()) for name, value in released.gradient.items() if name.startswith("model."))
+        first.append({name: value.double() for name, value in released.gradient.items() if name.startswith("model.")})
 
     put_back = save_rng_states()
-    game = Game(plan, canaries=1, seed=seed, steps=1, observe=observe, one_by_one=one_by_one)
-    game.play(train)
-    put_back()
-    return None if game.draws_random_numbers else found
+    for one_by_one in (False, True):
+        game = Game(plan, canaries=1, seed=seed, steps=1, observe=observe, one_by_one=one_by_one)
+        game.play(train)
+        put_back()
+        if game.draws_random_numbers:
+            return None
+    together, single = first
+    rest = sum(float(((together[name] - part) ** 2).sum()) for name, part in single.items())
+    return math.sqrt(rest / max(sum(float((part**2).sum()) for part in single.values()), 1e-12))
