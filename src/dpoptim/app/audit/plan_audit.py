@@ -224,7 +224,8 @@ def _audit(
         larger: Any = {"clip_norm": plan.clip_norm * _UNCLIPPED, "clipping": FixedClipNorm()}
         unclipped = quiet.replace(**larger, noise_multiplier=_QUIET / _UNCLIPPED)
         distances = [compare(each, seed=2 * seed * games) for each in (quiet, unclipped)]
-        of_model.append(gradients_check(None if None in distances else float(np.max(distances))))
+        known = [distance for distance in distances if distance is not None]
+        of_model.append(gradients_check(float(np.max(known)) if len(known) == 2 else None))
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
     each = 1.0 - (1.0 - confidence) / 3  # the first two, which hold together, the third, and the errors share the error
