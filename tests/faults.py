@@ -411,6 +411,11 @@ audit-repeats-canaries: An audit inserts the canaries of the first batch into ev
     - self._part += 1
     + self._part += 0
 
+audit-compares-only-clipped-gradients: Clipping hides that a loss is multiplied by a number that depends on the batch.
+    in app/audit/plan_audit.py, found by app/audit/test_own_loop.py -k "depend_on"
+    - plan.clip_norm * _UNCLIPPED
+    + plan.clip_norm * 1.0
+
 theory-bias-off-by-one: The predicted bias of the second moment is debiased by the power of the next step.
     in theory/second_moments.py, found by theory/test_second_moments.py -k trace
     - total / (1 - beta2**step)
