@@ -229,7 +229,7 @@ def test_two_commands_do_not_write_one_file(runs, tmp_path):
             with out.open("a") as file:
                 file.write("{}\n")
 
-    with pytest.raises(ValueError, match="has changed meanwhile"):
+    with pytest.raises(ValueError, match="another command is writing"):
         generate(runs / "labels", out, by="label", num=8, progress=Other(), **SHORT)
 
 

@@ -157,7 +157,7 @@ def test_folder_of_tables_is_read_by_split(tmp_path):
     write(tmp_path / "data", "parquet", {"text": ["d"]}, "test-00000-of-00001")
     assert read_records(tmp_path).texts == ["a", "b", "c"]
     assert read_records(tmp_path, split="test").texts == ["d"]
-    with pytest.raises(ValueError, match="split='validation' is in no file name of"):
+    with pytest.raises(ValueError, match="split='validation' is not in any file name in"):
         read_records(tmp_path, split="validation")
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -130,7 +130,7 @@ def test_targets_of_a_recipe(tmp_path):
     assert targets("tensorboard") == ("tensorboard",)
     assert targets(["wandb", "tensorboard"]) == ("wandb", "tensorboard")
     assert targets(["none"]) == targets([]) == ()
-    with pytest.raises(ValueError, match="has none and others"):
+    with pytest.raises(ValueError, match="combines none with other names"):
         targets(["none", "wandb"])
     with pytest.raises(ValueError, match="'none', 'tensorboard', 'wandb', got 'mlflow'"):
         targets("mlflow")

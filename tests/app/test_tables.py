@@ -82,7 +82,7 @@ def test_declarations(declared, column):
         ({"low": float("nan"), "high": 1}, "Expected columns.age.low to be finite"),
         ({"low": 0}, "is not a declaration"),
         ([], "must be a list of one or more names"),
-        (["a", "a"], "has a name twice"),
+        (["a", "a"], "has a repeated or blank name"),
         ([1.5], "must be a list of one or more names"),
     ],
 )
@@ -210,7 +210,7 @@ def test_the_guide_declares_columns_correctly():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"drop": ["outcome"]}, r"drop=\['outcome'\] has the label 'outcome'; leave it out"),
+        ({"drop": ["outcome"]}, r"drop=\['outcome'\] contains the label 'outcome'; leave it out"),
         ({"drop": ["*", "ward"], "user_column": "ward", "records_per_user": 2}, "user_column='ward' is not a feature"),
         ({"task": "tabular-regression"}, "'outcome' is not declared; declare its range, as --columns outcome=0:50"),
         ({"label_column": "stay"}, r"for a regression declare its range, as --columns stay=0:50"),

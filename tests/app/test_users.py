@@ -102,8 +102,8 @@ def test_texts_have_users_too(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"records_per_user": None}, "user_column='patient' and records_per_user=None need each other"),
-        ({"user_column": None}, "user_column=None and records_per_user=3 need each other"),
+        ({"records_per_user": None}, "user_column='patient' and records_per_user=None do not match"),
+        ({"user_column": None}, "user_column=None and records_per_user=3 do not match"),
         ({"user_column": "nobody"}, "user_column='nobody' is not a column; the columns are a, patient, b, c, label"),
         ({"delta": 0.1}, r"delta=0.1 is not below 1/38"),
         ({"num_examples": 500}, "num_examples=500, but there are 38 training users"),

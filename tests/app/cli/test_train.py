@@ -127,7 +127,7 @@ def test_dry_run_notes_a_large_epsilon_and_counts_one_record(base, capsys):
         (["--resume", "somewhere"], "--resume uses the run's own recipe and takes no --model"),
         (["--quick"], "--quick"),
         (["--model", "./absent"], "does not exist: it is not a folder here\n"),
-        (["--report-to", "none", "wandb"], "has none and others"),
+        (["--report-to", "none", "wandb"], "combines none with other names"),
         (["--adjacency", "add-remove", "--num-examples", "114"], "Set sampling to poisson"),
     ],
 )

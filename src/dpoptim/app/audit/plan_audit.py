@@ -201,7 +201,7 @@ def _audit(
 ) -> PlanAudit:
     """Play games with a loop; `compare` measures how far a model's gradients are from those of single examples."""
     if not plan.is_private:
-        raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
+        raise ValueError("the plan makes no guarantee (no noise, or a square without noise); there is nothing to audit")
     if plan.delta is None:
         raise ValueError("the plan has no delta; calibrate it, or set delta")
     if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):

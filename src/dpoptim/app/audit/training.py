@@ -1,4 +1,4 @@
-"""An audit of a training of one's own: canaries are trained beside a model, with its loss and its records.
+"""An audit of your own training: canaries are trained beside a model, with its loss and its records.
 
 The model gets two more tables, with one number per canary. A canary is one of the records; its loss also has a term
 that moves its own number, and that has a gradient of a million clip norms. So it is clipped, summed and noised together

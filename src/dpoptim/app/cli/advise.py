@@ -1,8 +1,8 @@
 """Recommend a variant and noise for training MODEL at (epsilon, delta), and print the `dpoptim train` command.
 
 Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.03 to 0.3
-clip norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an
-empirical question; --verbose explains the advice and lists the evidence.
+clip norms, spread evenly) unless --probe measures them on public examples. The best variant depends on your task, so
+treat the advice as a starting point; --verbose explains it and lists the evidence.
 
 examples:
   dpoptim advise 4.4M --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7

@@ -1,13 +1,13 @@
 """Attack a privacy guarantee, and check a run's files.
 
-A whole training runs over canaries: examples whose gradients are as conspicuous as clipping allows, each in or out by a
-coin flip. The best attack guesses the coins from everything released, which proves a lower bound on the epsilon spent.
-Batches, clipping and noise are checked too. The exit status is 1 if the claim is contradicted or a check fails.
+Each game is a complete training run on canaries: examples whose gradients are as conspicuous as clipping allows. A coin
+flip decides whether a canary is in the data. The best attack guesses the coins from everything released, which proves a
+lower bound on the epsilon spent. Batches, clipping and noise are checked too. The exit status is 1 if the claim is
+contradicted or a check fails. A bound below the claim only means that this attack found nothing.
 
 RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
-(json.dumps(plan.to_dict())). Without RUN, the options define a plan. With --recipe, the canaries are trained beside the
-recipe's own model, on its records; each game is a whole training. In Python, dpoptim.app.audit.audit_loop attacks a
-training loop of your own. A bound below the claim only means that this attack found nothing.
+(json.dumps(plan.to_dict())). Without RUN, the options define a plan. With --recipe, each game also trains the recipe's
+model on its records. To attack your own training loop, use dpoptim.app.audit.audit_loop in Python.
 
 examples:
   dpoptim audit runs/first --plot audit.png
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a .json file with a plan"
     )
-    parser.add_argument("--recipe", metavar="FILE", help="a recipe of `dpoptim train`, whose model is trained too")
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe of `dpoptim train`: also train its model")
     plan = shared.add_training(parser, required=False, title="plan, if no RUN is given")
     plan.add_argument("--noise", metavar="KIND", help="as in `dpoptim train` (default: independent)")
     plan.add_argument("--sampling", metavar="KIND", help="shuffled (default), auto, poisson, cyclic or cyclic:GROUPS")
@@ -69,10 +69,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"
     shared.add_setting(game, "--variant", help=variants)
     game.add_argument(
-        "--canaries", type=shared.count, metavar="N", help="more prove more (default: 10,000 per game, if they fit)"
+        "--canaries",
+        type=shared.count,
+        metavar="N",
+        help="more give a tighter bound (default: 10,000 per game, if they fit)",
     )
-    game.add_argument("--games", type=int, default=LEAST_GAMES, metavar="N", help="at least so many (default: 10)")
-    game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")
+    game.add_argument("--games", type=int, default=LEAST_GAMES, metavar="N", help="fewest games to play (default: 10)")
+    game.add_argument(
+        "--confidence", type=float, default=0.99, metavar="P", help="confidence of the bounds (default: 0.99)"
+    )
     game.add_argument("--seed", type=int, default=0, help="seed of coins, batches and noise (default: 0)")
     game.add_argument("--files-only", action="store_true", help="check the run's files and skip the game")
     shared.add_output(parser)
@@ -82,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     """Audit, print, and draw if asked; return 1 if something is wrong."""
     shared.check_plot(options.plot)
     if options.plot is not None and options.files_only:
-        raise ValueError("--plot shows the game, which --files-only skips; leave one of them out")
+        raise ValueError("--plot draws the game, which --files-only skips; leave one of them out")
     training: Training | None = None
     if options.recipe is None:
         plan, make, variant, files = _target(options)

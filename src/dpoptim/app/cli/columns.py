@@ -1,7 +1,7 @@
 """Print the columns of a table as a recipe to fill in.
 
-It shows no value. Fill in each column from what is publicly known, and pass the file to `dpoptim train`. The
-declarations decide how numbers are scaled and which categories have their own slot.
+The recipe has the names of the columns and none of their values. Fill in each column from what is publicly known, and
+pass the file to `dpoptim train`. The declarations decide how numbers are scaled and which categories the model sees.
 
 examples:
   dpoptim columns patients.csv --label-column outcome > recipe.toml

@@ -1,15 +1,15 @@
 r"""Train several variants at one (epsilon, delta), and print a table with 95 % intervals.
 
-Sampling, batch size and steps are the same. Each variant runs with several seeds, at its best setting of a grid. RECIPE
-is a recipe of `dpoptim train`; its [compare] table may hold all settings below, and flags override it.
+Sampling, batch size and steps are the same for all variants. Each one runs with several seeds, at its best setting of a
+grid. RECIPE is a recipe of `dpoptim train`; its [compare] table may hold all settings below, and flags override it.
 
-Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
+Trying settings on private records costs privacy too. So --tuning-epsilon is required if there are settings to try:
   EPSILON    the trials of a variant together cost at most this epsilon
   public     trials run on --tuning-data, records that are not private; no cost
   uncovered  trials run on the private records, and the epsilon of a run does NOT cover them
 
-Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
-run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
+Each seed is a separate release. The table states the epsilon of one run and the composed epsilon of everything in the
+table. Every run has a run directory in DIR. Ctrl-C saves, and the same command resumes without repeating finished runs.
 
 examples:
   dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5

@@ -1,7 +1,7 @@
-"""Compare synthetic texts with the real texts they stand for.
+"""Compare synthetic texts with the real texts that they replace.
 
-A classifier is trained on synthetic texts, and another on the same number of real ones. Both are tested on real texts
-that were held out. Then come lengths, vocabulary and copies of training texts, beside those of the held-out texts.
+One classifier is trained on synthetic texts, and one on the same number of real texts. Both are tested on held-out real
+texts. The command also compares lengths, vocabulary and copies of training texts with those of the held-out texts.
 
 All results are computed from real texts without noise: they are NOT PRIVATE.
 
@@ -27,7 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--train", required=True, metavar="DATA", help="the private training texts")
     files.add_argument("--test", required=True, metavar="DATA", help="real texts that were not used in training")
     files.add_argument("--text-column", metavar="NAME", help="default: text; of chats, the responses")
-    files.add_argument("--label-column", metavar="NAME", help="default: label; without it, no classifier")
+    files.add_argument(
+        "--label-column", metavar="NAME", help="default: label; without labels, no classifier is trained"
+    )
     how = parser.add_argument_group("comparison")
     how.add_argument("--model", default="bag-of-words", metavar="NAME", help="classifier (default: bag-of-words)")
     how.add_argument("--seed", type=count, default=0, metavar="N", help="default: 0")

@@ -1,10 +1,10 @@
 """Generate texts with the model of a finished run.
 
 RUN is a run directory of `dpoptim train` on a causal language model. Rows have the columns of the training data, so the
-file can take its place. The run's statement is written beside it: generating costs no further privacy. Prompts and
-settings that come from private data are not covered.
+file can replace that data. The run's statement is written beside the file: generating costs no further privacy. Prompts
+and settings that come from private data are not covered.
 
-Call the command again to continue an interrupted file, or to add rows with a larger --num.
+Run the command again to continue an interrupted file, or to add rows with a larger --num.
 
 examples:
   dpoptim generate runs/reviews --by label --num 1000 --out synthetic.jsonl

@@ -1,7 +1,7 @@
-"""Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one.
+"""Compare noise mechanisms for a run, all at the same (epsilon, delta), and recommend one.
 
-RMSE is the root mean square error that the noise causes on prefix sums of averaged gradients (or on a different
-workload) for clip norm 1. It includes the noise multiplier and the sensitivity, and is divided by the batch size.
+RMSE is the root mean square error that the noise causes in prefix sums of averaged gradients (sums from step 1 to each
+step) at clip norm 1. --workload chooses different sums. RMSE includes the noise multiplier and the sensitivity.
 
 examples:
   dpoptim plan --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7

@@ -1,6 +1,6 @@
 """Write one HTML file about one or several runs.
 
-It works offline, and shows the privacy statement, loss curves, gradients and noise, speed, epsilon against steps,
+The file works offline. It shows the privacy statement, loss curves, gradients and noise, speed, epsilon against steps,
 recipe and versions. Several runs share each chart, one colour per run, and a table compares their final numbers.
 
 Every number that depends on private data is either released under the guarantee or marked "not private: for

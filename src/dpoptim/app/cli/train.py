@@ -1,10 +1,10 @@
 """Train a model privately.
 
-A model, data and epsilon are enough. All other settings come from flags, from RECIPE (a TOML file) or from defaults.
-Without any of them, a demonstration fine-tunes a small language model privately, offline.
+Only a model, data and epsilon are required. All other settings come from flags, from RECIPE (a TOML file) or from
+defaults. Without arguments, a demonstration fine-tunes a small language model privately, offline.
 
 The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. RUN.secret beside it holds the
-noise key: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
+noise key: never publish it. Ctrl-C saves at the end of the step; --resume continues with the next step.
 
 examples:
   dpoptim train
@@ -53,7 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("command")
     run.add_argument("--run-dir", metavar="DIR", help="where to write the run (default: runs/MODEL-TIME)")
     run.add_argument("--resume", metavar="DIR", help="continue a run; takes only --device and --micro-batch-*")
-    run.add_argument("--dry-run", action="store_true", help="print the plan, memory and time; write nothing")
+    run.add_argument(
+        "--dry-run", action="store_true", help="print the plan and estimates of memory and time; write nothing"
+    )
     run.add_argument("--quick", action="store_true", help="run the demonstration with little text and few steps")
     run.add_argument("--verbose", action="store_true", help="with --dry-run, also print the statement and the recipe")
     run.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")

@@ -62,8 +62,8 @@ class Request:
         boolean("references", self.references)
         if estimates := [name for name, value in (self.recipe.columns or {}).items() if value in ESTIMATES]:
             raise ValueError(
-                f"columns.{estimates[0]} is to be estimated, which a comparison cannot do once for all runs; declare "
-                "it, or copy the estimate from the recipe.toml of a run"
+                f"columns.{estimates[0]} cannot be estimated in a comparison, which has several runs; declare it, or "
+                "copy the estimate from the recipe.toml of a run"
             )
         for name, values in self.grid.items():
             if isinstance(values, Mapping):

@@ -61,7 +61,9 @@ def with_estimates(
     places = np.setdiff1d(np.arange(everyone), held_out_places(everyone, validation_fraction(recipe)))
     epsilon = recipe.columns_epsilon or (recipe.epsilon or 0.0) / 10
     if not epsilon:
-        raise ValueError("columns_epsilon is missing; without epsilon, set it to what the estimates may cost")
+        raise ValueError(
+            "columns_epsilon is missing; with noise_multiplier, set it to the epsilon to spend on estimates"
+        )
     if recipe.epsilon is not None and epsilon >= recipe.epsilon:
         raise ValueError(f"columns_epsilon={recipe.columns_epsilon} must be below epsilon={recipe.epsilon}")
     counts = ColumnCounts.calibrate(

@@ -61,7 +61,7 @@ def table_files(folder: Path, split: str) -> list[Path]:
     own = [path for path in files if any(part.startswith(split.lower()) for part in parts[path])]
     others = [path for path in files if any(part.startswith(_SPLITS) for part in parts[path])]
     if others and not own:
-        raise ValueError(f"split={split!r} is in no file name of {str(folder)!r}, which has {others[0].name}")
+        raise ValueError(f"split={split!r} is not in any file name in {str(folder)!r}, which has {others[0].name}")
     chosen = own or files
     suffixes = {path.suffix.lower() for path in chosen}
     folders = {next((part for part in parts[path][:-1] if part.startswith(split.lower())), "its files") for path in own}

@@ -339,7 +339,7 @@ class _Reader:
         """The columns of a table, each encoded as it is declared."""
         declared = {name: part for name, part in self.declared.items() if name != label}
         if label in self.drop:
-            raise ValueError(f"drop={list(self.drop)} has the label {label!r}; leave it out, or set label_column")
+            raise ValueError(f"drop={list(self.drop)} contains the label {label!r}; leave it out, or set label_column")
         chosen = chosen_columns(names, declared, self.drop, self.source)
         if not chosen:
             raise ValueError(f"data {self.source!r} has no column besides the label, so there are no features")

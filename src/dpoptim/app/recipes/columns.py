@@ -90,7 +90,7 @@ def _categories(where: str, given: Any) -> Categories:
         raise ValueError(f'{where}={given!r} must be a list of one or more names such as ["a", "b"]')
     found = tuple(str(name).strip() for name in given)
     if len(set(found)) < len(found) or "" in found:
-        raise ValueError(f"{where}={list(given)} has a name twice, or a blank one; give each once")
+        raise ValueError(f"{where}={list(given)} has a repeated or blank name; give each name once")
     return Categories(names=found)
 
 

@@ -103,7 +103,7 @@ def _targets(name: str, value: Any) -> tuple[str, ...]:
     for part in given:
         check_choice(name, part, TARGETS)
     if "none" in given and len(given) > 1:
-        raise ValueError(f"{name}={list(given)} has none and others; give one or the other")
+        raise ValueError(f"{name}={list(given)} combines none with other names; give one or the other")
     return tuple(part for part in dict.fromkeys(given) if part != "none")
 
 
@@ -150,9 +150,9 @@ class Recipe:
     data: str = _setting(dataclasses.MISSING, _TEXT, DATA,
         ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
-    validation_data: str | None = _setting(None, _TEXT, DATA, "other records to score the model on")
+    validation_data: str | None = _setting(None, _TEXT, DATA, "records for scores, not in the training data")
     validation_fraction: float | None = _setting(None, _number(low=0, below=1), DATA,
-        "share of the records to hold out, by position (default: 0.05)")
+        "share of the records to hold out for scores, by position (default: 0.05)")
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
@@ -173,15 +173,15 @@ class Recipe:
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
-    lora_alpha: float | None = _setting(None, _ABOVE_0, DATA, "scale of LoRA, times the rank (default: twice the rank)")
+    lora_alpha: float | None = _setting(None, _ABOVE_0, DATA, "LoRA scale times the rank (default: twice the rank)")
     lora_targets: tuple[str, ...] | None = _setting(None, _kind(names, str, "NAME", nargs="+"), DATA,
-        "layers with LoRA, such as q_proj v_proj, or all-linear (default: those that peft names for the model)")
+        "layers to train with LoRA, such as q_proj v_proj, or all-linear (default: peft's choice for the model)")
 
     epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "epsilon of the run: 1 is strong, 8 is usual, 20 is weak")
     delta: float | None = _setting(None, _number(above=0, below=1, hint="Use 1/num_examples or less."), PRIVACY,
         "below 1/records (default: a power of ten, at most 1/(10 records))")
     noise_multiplier: float | None = _setting(None, _number(low=0), PRIVACY,
-        "noise over clip norm, instead of --epsilon")
+        "noise divided by the clip norm, instead of --epsilon")
     adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
     num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
     sampling: str = _setting("shuffled", _TEXT, PRIVACY,
@@ -193,15 +193,15 @@ class Recipe:
     clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY,
         "bound on one example's gradient (default: 0.1; 3 for mlp, 1 for linear)")
     clipping: str = _setting("fixed", _one_of(*CLIPPING), PRIVACY,
-        "default: fixed, at --clip-norm; adaptive follows the 0.9 quantile of norms, for a part of the budget, from "
+        "default: fixed, at --clip-norm; adaptive follows the 0.9 quantile of norms, with slightly more noise, from "
         "--clip-norm (then default: 1; 2 for mlp; 0.1 for tables with numbers to predict); "
         "normalized divides each gradient by its norm")
     exact_noise: bool = _setting(False, _SWITCH, PRIVACY,
-        "add noise without floating-point errors; it takes more time, most of all correlated noise")
+        "add noise without floating-point errors; slower, above all with correlated noise")
     records_per_user: int | None = _setting(None, _whole(1), PRIVACY,
         "protect users with all their records, of which at most N are used in a step; needs --user-column")
     columns_epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY,
-        "the part of epsilon that estimates of columns cost (default: a tenth)")
+        "part of epsilon to spend on estimates of columns (default: a tenth)")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
@@ -220,12 +220,12 @@ class Recipe:
     averaged: float | None = _setting(None, _number(above=0, high=1), OPTIMIZER,
         "score and save a moving average of the weights with this decay, such as 0.99; see --schedule constant")
     batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
-        "expected size (default: up to 2048, by the size of the data)")
-    steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
+        "expected number of examples (default: up to 2048, depending on the size of the data)")
+    steps: int | None = _setting(None, _whole(1), OPTIMIZER, "optimizer steps")
     epochs: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
         "instead of --steps, rounded up to whole steps (default: 10; 20 for tables)")
-    micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once")
-    micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once")
+    micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "most examples in memory at once")
+    micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "most tokens in memory at once, with padding")
 
     dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32")
     device: str = _setting("auto", _TEXT, RUN, "auto (default), cpu, cuda, cuda:1")
@@ -233,7 +233,7 @@ class Recipe:
     evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps between scores (default: a tenth of the run)")
     checkpoint_every: int | None = _setting(None, _whole(1), RUN,
         "steps between checkpoints (default: a tenth of the run)")
-    log_every: int = _setting(10, _whole(1), RUN, "steps between entries of the log (default: 10)")
+    log_every: int = _setting(10, _whole(1), RUN, "steps between log entries (default: 10)")
     report_to: tuple[str, ...] = _setting((), _kind(_targets, str, "NAME", choices=TARGETS, nargs="+"), RUN,
         "where else to log: one or both; default: none")
     debug: bool = _setting(False, _SWITCH, RUN, "also log training losses and clipping: NOT private")
@@ -245,14 +245,14 @@ class Recipe:
             if value is not None or part.name in ("model", "data"):
                 object.__setattr__(self, part.name, part.metadata["check"](part.name, value))
         if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError("epsilon is missing; set it, as epsilon = 8 or --epsilon 8")
+            raise ValueError("epsilon is missing; set it, for example epsilon = 8 or --epsilon 8")
         for one, other in _PAIRS:
             first, second = getattr(self, one), getattr(self, other)
             if first is not None and second is not None and not (other == "validation_fraction" and second == 0):
                 raise ValueError(f"{one}={first!r} and {other}={second!r} were both given; give one of them")
         if (self.user_column is None) != (self.records_per_user is None):
             raise ValueError(
-                f"user_column={self.user_column!r} and records_per_user={self.records_per_user!r} need each other; to "
+                f"user_column={self.user_column!r} and records_per_user={self.records_per_user!r} do not match; to "
                 "protect users, give both"
             )
         for name in ("lora_alpha", "lora_targets"):

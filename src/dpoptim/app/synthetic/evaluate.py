@@ -1,4 +1,4 @@
-"""Compare synthetic texts with the real ones they stand for: what they teach, what they are like, what they repeat."""
+"""Compare synthetic texts with the real ones: accuracy of classifiers, lengths, vocabulary and copies."""
 
 from __future__ import annotations
 

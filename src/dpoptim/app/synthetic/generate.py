@@ -180,7 +180,7 @@ def _append(out: Path, new: bytes, size: int) -> None:
     """Add lines to a file of this size."""
     with naming(out), out.open("ab") as file:
         if file.tell() != size:
-            raise ValueError(f"{out} has changed meanwhile; wait for the other command that writes it, then call again")
+            raise ValueError(f"another command is writing {out}; wait until it ends, then run this command again")
         file.write(new)
         file.flush()
         os.fsync(file.fileno())

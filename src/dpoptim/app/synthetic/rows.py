@@ -67,7 +67,7 @@ class Rows:
         ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if not ids and start is None:
-            raise ValueError("the tokenizer has no token that begins a text; give --prompt TEXT")
+            raise ValueError("the tokenizer has no start token; give --prompt TEXT")
         return ids or [start]
 
     def with_text(self, place: int, text: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _labels(recipe: Recipe, by: str, weights: Mapping[str, float] | None) -> Row
         raise ValueError(f"by={by!r} is not a label in the prompts of this run; {hint}")
     if used != [by]:
         others = ", ".join(name for name in used if name != by)
-        raise ValueError(f"by={by!r} leaves {others} of the prompts open; give prompts (--prompts) with all columns")
+        raise ValueError(f"by={by!r} does not fill {others} in the prompts; give prompts (--prompts) with all columns")
     for name, weight in (weights or {}).items():
         if name not in names:
             raise ValueError(f"weights has {name!r}, and the labels are {', '.join(names)}")
