@@ -158,9 +158,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Capture the losses and their backward as CUDA graphs, so that small batches do not wait for the host.
 
         Args:
-            losses: Returns one loss per example, from tensors with the examples on their first axis. It and the model
-                run as Python code only when a shape is new. So whatever else they read must keep its place in memory,
-                and they must not branch on values.
+            losses: Returns one loss per example, from tensors with the examples on their first axis. This code
+                and the model run as Python only when a shape is new. So whatever else they read must keep its place in
+                memory, and they must not branch on values.
             pad_to_multiple: Batches are padded to a multiple of this many rows, to keep the number of shapes small.
                 Padding does not count. None pads by at most an eighth.
 
@@ -226,7 +226,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def averaged_weights(self) -> Iterator[None]:
         """Put the averaged weights into the model until the block ends, to evaluate or save it. Do not train in it.
 
-        Without `averaged`, or before the first step, the model stays as it is. `state_dict()` holds the average too.
+        Without `averaged`, or before the first step, the model does not change. `state_dict()` holds the average too.
         """
         if self.averaged is None or self.mechanism.step == 0:
             yield

@@ -106,7 +106,7 @@ def independent_moments(
 
     Args:
         rule: The update rule. None is Adam with eps at the noise's standard deviation: ν̂ is negative for many
-            coordinates, and they divide by eps alone.
+            coordinates, which are then divided by eps alone.
         balance: How to split the budget. "equal" is the paper's (default), "mse" minimizes the total error, and a
             number c puts the same noise on g and c·g².
         squares: "of_average", the square of the average gradient (the paper, default), or "average_of" the examples'

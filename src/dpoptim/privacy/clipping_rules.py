@@ -112,7 +112,7 @@ class AdaptiveClipNorm(FixedClipNorm):
         quantile: The share of gradients that ζ_t should exceed.
         rate: How fast ζ_t follows. r_t is smaller if the noise on p̃_t would move ζ_t by more than a standard deviation
             of 1 % in a step.
-        count_weight: a, what an example moves the count over what it moves the gradient. The noise of the gradient
+        count_weight: a: how far an example may move the count, relative to the gradient. The noise of the gradient
             grows by √(1 + a²), and the noise on p̃ is noise_multiplier·√(1 + a²)/(a·batch_size) if it is independent.
 
     Guarantee: let κ_t = ζ_t/ζ, a function of earlier releases. At each participation an example adds the vector

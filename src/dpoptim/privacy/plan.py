@@ -67,13 +67,13 @@ class PrivacyPlan:
         noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
         delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
         counts: Noisy counts of the values of a table that are released before training; ε includes them.
-        unit: Who is protected: an "example", or a "user" with all of their records. What is said of examples then
-            holds for users, whose gradient is the mean over their records in the step.
+        unit: Who is protected: an "example", or a "user" with all of their records. What these docs say about
+            examples then holds for users, whose gradient is the mean over their records in the step.
         records_per_user: The most records that one user adds to a step, drawn at random. ε does not depend on it.
-        exact_noise: Whether noise is added without floating-point errors (`dpoptim.noise.exact`). It takes more time.
+        exact_noise: Whether noise is added without floating-point errors (`dpoptim.noise.exact`), which is slower.
 
-    Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
-    what to prove. Combinations without a proof are refused when the plan is created.
+    Guarantee: one object determines how the loader samples, how much noise is added, and what the accountant
+    proves. Combinations without a proof are refused when the plan is created.
 
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, noise_multiplier=1.0)
     >>> plan.max_participations, plan.min_separation, round(plan.epsilon(delta=1e-7), 4)
@@ -295,7 +295,7 @@ class PrivacyPlan:
         return dataclasses.replace(self, **changes)
 
     def with_release(self, release: Release) -> PrivacyPlan:
-        """Return a new plan that releases something else with the same noise multiplier.
+        """Return a new plan with a different release and the same noise multiplier.
 
         Guarantee: ε does not grow. A release whose `square_noise` or balance would raise it is refused.
         """
@@ -314,7 +314,7 @@ class PrivacyPlan:
         return changed
 
     def noise_stddevs(self) -> NoiseStddevs:
-        """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
+        """Return the noise, per unit row, on the clipped sum and, if one is released, on the averaged square."""
         multiplier = self._known_multiplier()
         stddevs = release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
         return stddevs._replace(gradient_sum=stddevs.gradient_sum * self.clipping.noise_factor)

@@ -39,7 +39,7 @@ Gradients = list[tuple[str, Tensor]]  # (parameter name, [rows, numbers]): which
 
 
 class ExampleMixingError(ValueError):
-    """Something that belongs to one example depends on the other examples, or the check could not rule it out."""
+    """A result of one example depends on the other examples, or the check could not rule that out."""
 
 
 class Arguments(NamedTuple):

@@ -44,7 +44,7 @@ class PrivacyArguments:
         delta: The δ of (ε, δ). Defaults to a power of ten of at most 1/(10·examples).
         noise_multiplier: The standard deviation of the noise on the clipped sum, over `clip_norm`.
         clip_norm: The bound on the gradient of one example. Defaults to max_grad_norm if that was changed.
-        clipping: fixed, adaptive (the bound follows the 0.9 quantile of norms, for a part of the budget) or normalized.
+        clipping: fixed, adaptive (the bound follows the 0.9 quantile of norms, with slightly more noise) or normalized.
         sampling: shuffled, auto, poisson, cyclic or cyclic:GROUPS.
         noise: auto, independent, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS and others.
         adjacency: zero_out, add_remove or replace.
