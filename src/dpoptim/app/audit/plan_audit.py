@@ -124,7 +124,7 @@ def audit_plan(
     Args:
         plan: What to attack; it needs noise and a delta.
         make_optimizer: Makes the optimizer from a model and the plan.
-        canaries: How many in all games, from 100 to a million; more tighten the bounds. Defaults to `default_canaries(plan)`.
+        canaries: In all games, 100 to a million; more tighten the bounds. Defaults to `default_canaries(plan)`.
         confidence: Of the bounds.
         seed: Determines coins, batches and noise.
         games: The least number of games; more games of fewer canaries prove more, up to about ten.
