@@ -3,9 +3,9 @@
     classifier = DPClassifier(epsilon=3.0, bounds=(low, high)).fit(X, y)
     print(classifier.score(X_test, y_test), classifier.statement())
 
-Bounds must be public, and are required. By default they are not read from the data, not even with a warning: that would
-void the guarantee, and notebooks and pipelines hide warnings. In front of the estimator, use only transformers that
-learn nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
+Bounds are required and must be public. They are never read from the data, not even with a warning: that would void the
+guarantee, and notebooks and pipelines hide warnings. In front of the estimator, use only transformers that learn
+nothing from the data or are fitted on public data: `OneHotEncoder(categories=[...])`, not `StandardScaler`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Audits: does anything a training releases contradict its plan's claim, and do a run's files agree with each other?"""
+"""Audits: attacks on the claim of a plan, and checks that the files of a run agree with each other."""
 
 from dpoptim.app.audit.checks import Check
 from dpoptim.app.audit.game import Game

@@ -57,7 +57,7 @@ _MAX_CORRELATED_STEPS = 8_000  # C is stored as a dense matrix
 class PlanAudit:
     """What the games showed.
 
-    Two bounds assume only that each game flips fair coins and draws its randomness afresh. `delta_bound` bounds ε at
+    Two bounds assume only that each game flips fair coins and draws new randomness. `delta_bound` bounds ε at
     the plan's δ alone. `epsilon_bound` uses all δ at once: the games are not as private as the same plan with more
     noise, which has this ε. `gaussian_bound`, which is None where sampling is secret, also assumes that in and out
     differ as two Gaussians.
@@ -93,12 +93,12 @@ class PlanAudit:
 
 
 def games_needed(plan: PrivacyPlan, canaries: int, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
-    """How many games hold that many canaries: one per example, or per two `beside` a model. Ten prove more than one."""
+    """Return how many games that many canaries need: a game has one per example, or per two `beside` a model."""
     return max(least, -(-canaries // _most_canaries(plan, beside=beside)))
 
 
 def default_canaries(plan: PrivacyPlan, *, least: int = LEAST_GAMES, beside: bool = False) -> int:
-    """So many games of 10,000 canaries, or of as many as fit."""
+    """Return the canaries of `least` games, with 10,000 in each or as many as fit."""
     return max(100, least * min(10_000, _most_canaries(plan, beside=beside)))
 
 
@@ -119,7 +119,7 @@ def audit_plan(
 ) -> PlanAudit:
     """Play games until there are enough canaries, and check the plan's claim.
 
-    If a plan also releases squares, only their noise is checked; the bounds are those of the gradient.
+    If a plan also releases squares, only their noise is checked; the bounds hold for the gradient.
 
     Args:
         plan: What to attack; it needs noise and a delta.
@@ -127,7 +127,7 @@ def audit_plan(
         canaries: In all games, 100 to a million; more tighten the bounds. Defaults to `default_canaries(plan)`.
         confidence: Of the bounds.
         seed: Determines coins, batches and noise.
-        games: The least number of games; more games of fewer canaries prove more, up to about ten.
+        games: The least number of games. About ten games with fewer canaries each give the tightest bounds.
         training: A model with its loss and records, which is trained beside the canaries. Defaults to canaries alone.
         after_step: Called in each optimizer step.
 
@@ -151,10 +151,10 @@ def audit_loop(
     games: int = LEAST_GAMES,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
-    """Attack a training loop of your own: `train` is called once per game, and five times for one step.
+    """Attack your own training loop: `train` is called once per game, and once more for each of three checks.
 
     The game gives `train` the loader, and puts canaries beside the model and into the losses. Model, loss, records,
-    optimizer and loop are yours. `train` must begin anew in each call: make the model inside.
+    optimizer and loop are yours. Create the model inside `train`, so that each call starts with new weights.
 
     Args:
         plan: The plan that the loop follows; it needs noise and a delta.

@@ -69,7 +69,7 @@ def load_model(
     Args:
         task: What is predicted.
         name_or_path: A folder, a name on the Hugging Face hub, "mlp" or "linear" (tabular) or "small-cnn" (images). A
-            folder of LoRA factors stands for its base model with the factors added.
+            folder of LoRA factors loads its base model with the factors added.
         num_labels: The number of labels, for classification without `label_names`.
         label_names: The names of the labels, saved in the model's configuration.
         columns: The number of features, for "mlp" and "linear".

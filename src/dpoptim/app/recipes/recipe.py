@@ -131,7 +131,7 @@ def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> An
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to train, on what data, under which guarantee, and how.
+    """The settings of a run: model, data, guarantee and training.
 
     `model`, `data` and one of `epsilon` and `noise_multiplier` are required. None leaves a setting to the rules in
     `dpoptim.app.recipes.defaults`. In dp_sgd the momentum is betas[0].
