@@ -151,7 +151,7 @@ def audit_loop(
     games: int = LEAST_GAMES,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
-    """Attack your own training loop: `train` is called once per game, and once more for each of three checks.
+    """Attack your own training loop: `train` is called once per game, and five times for one step.
 
     The game gives `train` the loader, and puts canaries beside the model and into the losses. Model, loss, records,
     optimizer and loop are yours. Create the model inside `train`, so that each call starts with new weights.
