@@ -236,7 +236,8 @@ def test_two_commands_do_not_write_one_file(runs, tmp_path):
 def test_a_file_of_other_settings_is_not_continued(runs, tmp_path):
     out = tmp_path / "a.jsonl"
     generate(runs / "labels", out, by="label", num=2, **SHORT)
-    for name, value in {"seed": 1, "temperature": 0.5, "max_new_tokens": 5, "weights": {"animal": 1}}.items():
+    weights = {"animal": 1, "privacy": 0}
+    for name, value in {"seed": 1, "temperature": 0.5, "max_new_tokens": 5, "weights": weights}.items():
         with pytest.raises(ValueError, match=f"was made with a different .*{name}"):
             generate(runs / "labels", out, **{"by": "label", "num": 4, **SHORT, name: value})
     with pytest.raises(ValueError, match="was made with a different prompts, run"):
@@ -318,6 +319,11 @@ MISTAKES = {
     ),
     "weights without by": ("labels", ["--weights", "a=1"], "weights are proportions of labels; also give by (--by)"),
     "weights of no label": ("labels", ["--by", "label", "--weights", "a=1"], "the labels are animal, privacy"),
+    "weights without a label": (
+        "labels",
+        ["--by", "label", "--weights", "animal=1"],
+        "weights has no 'privacy'; give every label a number, which may be 0",
+    ),
     "weights that are words": ("labels", ["--by", "label", "--weights", "a=b"], "must be a label and a number"),
     "one label twice": (
         "labels",

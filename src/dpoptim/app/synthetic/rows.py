@@ -103,7 +103,10 @@ def _labels(recipe: Recipe, by: str, weights: Mapping[str, float] | None) -> Row
         check_number(f"weights[{name!r}]", weight, low=0)
     if weights is None:
         return Rows(recipe=recipe, prompts=[{by: name} for name in names])
-    chosen = {name: float(weights[name]) for name in names if weights.get(name)}
+    missing = next((name for name in names if name not in weights), None)
+    if missing is not None:
+        raise ValueError(f"weights has no {missing!r}; give every label a number, which may be 0")
+    chosen = {name: float(weights[name]) for name in names if weights[name]}
     if not chosen:
         raise ValueError("weights are all 0; give one of them a positive number")
     return Rows(recipe=recipe, prompts=[{by: name} for name in chosen], weights=list(chosen.values()))
