@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -95,6 +96,15 @@ def test_closed_pipe_is_not_an_error():
     assert ran.wait() == 141
     assert "Broken pipe" not in errors
     assert "Traceback" not in errors
+
+
+def test_ctrl_c_while_a_command_is_imported_prints_one_line(capsys, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "dpoptim: interrupted\n"
 
 
 def test_numbers_as_people_type_them():

@@ -35,20 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in given if not word.startswith("-")][:1]
-    parser, commands = command_line(words)
-    if not given:
-        parser.print_help(sys.stderr)
-        return 2
-    if words and words[0] not in COMMANDS:
-        near = get_close_matches(words[0], COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        print_error(f"dpoptim: there is no command {words[0]!r}; {hint}")
-        return 2
-    chosen, unknown = parser.parse_known_args(given)
-    if unknown:
-        print_error(f"dpoptim {chosen.command}: {explain_unknown(commands[chosen.command], unknown)}")
-        return 2
     try:
+        parser, commands = command_line(words)
+        if not given:
+            parser.print_help(sys.stderr)
+            return 2
+        if words and words[0] not in COMMANDS:
+            near = get_close_matches(words[0], COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+            print_error(f"dpoptim: there is no command {words[0]!r}; {hint}")
+            return 2
+        chosen, unknown = parser.parse_known_args(given)
+        if unknown:
+            print_error(f"dpoptim {chosen.command}: {explain_unknown(commands[chosen.command], unknown)}")
+            return 2
         status: int = chosen.run(chosen)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
