@@ -42,6 +42,14 @@ def test_run_prints_guarantee_and_folder_and_resumes(base, capsys):
     assert "model: out/model;" in printed.err
 
 
+def test_model_with_an_infinite_loss_gets_advice(base, capsys):
+    assert main([*base, "--run-dir", "run"]) == 0
+    assert "useless" not in capsys.readouterr().err
+    assert main([*base, "--run-dir", "wild", "--learning-rate", "1e30"]) == 0
+    assert "after:  held-out loss not finite" in (shown := capsys.readouterr().err)
+    assert "the model diverged and is useless; train a new run with a smaller --learning-rate" in shown
+
+
 def test_json_is_the_summary_and_nothing_else(base, capsys):
     assert main([*base, "--json", "--debug"]) == 0
     printed = capsys.readouterr()

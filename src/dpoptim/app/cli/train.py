@@ -209,6 +209,8 @@ def _report(summary: dict[str, Any], options: argparse.Namespace) -> int:
         say(f"before: {scores_line(first)}")
         records = f"{last['examples']:,} {'record' if last['examples'] == 1 else 'records'}"
         say(f"after:  {scores_line(last)} (on {records} outside the guarantee)")
+        if last["loss"] is None:
+            say("the model diverged and is useless; train a new run with a smaller --learning-rate (epsilons add up)")
     say(f"model: {summary['model']}; statement and log: {summary['run']}")
     secret = RunDirectory(Path(summary["run"])).secret_folder
     if secret.is_dir():
