@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from options import add_device, add_json, add_write, at_least, input_folder, one_line_errors, require_packages
-from record import heading, markdown_table, read_as, setting, write
+from options import add_device, add_json, add_write, at_least, input_folder, one_line_errors
+from record import heading, markdown_table, measure_or_read, page, setting
 from torch import Tensor
 
 import dpoptim
@@ -179,14 +179,9 @@ def markdown(record: dict[str, Any]) -> str:
         f"bucket {record['bucket']})" + (", each one CUDA graph" if record.get("graphs") else ""),
         "peak GPU memory": "none used" if record["gb"] is None else f"{record['gb']:.1f} GB",
     }
-    lines = [
-        "# A private fine-tuning run on abstracts",
-        "",
-        f"{heading(record)}. Measured by `python benchmarks/abstracts.py`; its docstring describes the run.",
-        "",
-        *markdown_table(["", ""], [list(row) for row in rows.items()]),
-    ]
-    return "\n".join(lines) + "\n"
+    about = f"{heading(record)}. Measured by `python benchmarks/abstracts.py`; its docstring describes the run."
+    table = markdown_table(["", ""], [list(row) for row in rows.items()])
+    return page("A private fine-tuning run on abstracts", about, table)
 
 
 def main() -> None:
@@ -205,20 +200,16 @@ def main() -> None:
     add_write(parser)
     options = parser.parse_args()
     options.graphs = options.device == "cuda"
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "abstracts.py", "planned_steps", "padded")
-    else:
-        if options.data is None or options.model is None:
-            parser.error("give --data and --model, or --from for an earlier run")
-        require_packages(parser, "transformers")
+    if not options.earlier and (options.data is None or options.model is None):
+        parser.error("give --data and --model, or --from for an earlier run")
+
+    def measure() -> dict[str, Any]:
         with one_line_errors(parser):
             run = set_up(options)
         done = train(run, options.device, options.steps)
-        record = found_in(options, run, done, done.seconds())
-    text = markdown(record)
-    print(text, end="")
-    write(options, record, text)
+        return found_in(options, run, done, done.seconds())
+
+    measure_or_read(parser, options, measure, markdown, "planned_steps", "padded", needs=["transformers"])
 
 
 if __name__ == "__main__":

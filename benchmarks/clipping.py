@@ -28,9 +28,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learning_rates import main, of_texts
-from options import at_least, report
-from record import heading, markdown_table, save
+from learning_rates import add_tasks, of_texts
+from options import add_json, add_write, at_least, report
+from record import heading, markdown_table, measure_or_read, page, save, setting
 from tables import TASKS, with_dpoptim
 
 TABLES = ("breast cancer", "digits", "friedman")
@@ -55,8 +55,9 @@ def loss_of(task: str, epsilon: float, steps: int, method: str, seed: int) -> fl
         return with_dpoptim(TASKS[task](), "mlp", epsilon, seed, **METHODS[method])["loss"]
 
 
-def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Add the losses of each task, ε and method to the record, and save it after each."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the losses of each task, ε and method; save them after each."""
+    record: dict[str, Any] = {**setting("cpu", options.commit), "tasks": {}}
     with ProcessPoolExecutor(options.workers) as pool:
         for seed in range(options.seeds):
             for task in options.tasks:
@@ -68,6 +69,7 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
                     report(f"{task}, epsilon {epsilon:g}, seed {seed}: {[round(one, 4) for one in losses]}")
                     if options.json:
                         save(record, options.json)
+    return record
 
 
 def tuned(found: dict[str, list[float]]) -> tuple[list[str], list[float]]:
@@ -97,26 +99,28 @@ def markdown(record: dict[str, Any]) -> str:
             untuned = [over(found[name], best) for name in (*UNTUNED, *STARTS)]
             rows.append([task, epsilon, str(len(best)), f"{statistics.mean(best):.4f} at {how}", *untuned])
             means.append([task, epsilon, *(f"{statistics.mean(found[name]):.4f}" for name in METHODS)])
-    lines = [
-        "# Clipping without tuning",
-        "",
+    return page(
+        "Clipping without tuning",
         f"{heading(record)}. By `python benchmarks/clipping.py`; its docstring explains the columns.",
-        "",
         "Loss on held-out records: of the tuned fixed clip norm, and by how much that of other methods is larger.",
-        "",
-        *markdown_table(["task", "ε", "seeds", "tuned", *UNTUNED, *STARTS], rows),
-        "",
+        markdown_table(["task", "ε", "seeds", "tuned", *UNTUNED, *STARTS], rows),
         "Means of all seeds:",
-        "",
-        *markdown_table(["task", "ε", *METHODS], means),
-    ]
-    return "\n".join(lines) + "\n"
+        markdown_table(["task", "ε", *METHODS], means),
+    )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_tasks(parser, TABLES)
     parser.add_argument("--seeds", type=at_least(2), default=8, metavar="N", help="(default: 8)")
     parser.add_argument("--workers", type=at_least(1), default=2, metavar="N", help="runs at a time (default: 2)")
+    add_json(parser)
+    add_write(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    needs = ("sklearn", "transformers")
+    measure_or_read(parser, options, lambda: measure(options), markdown, "tasks", needs=needs)
 
 
 if __name__ == "__main__":
-    main("clipping.py", __doc__, measure, markdown, TABLES, add_options)
+    main()

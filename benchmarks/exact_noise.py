@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
+from functools import partial
 
 import torch
 from options import add_commit, add_device, add_write, at_least
-from record import heading, markdown_table, setting
+from record import heading, markdown_table, page, publish, setting
+from timing import milliseconds
 from torch import nn
 
 import dpoptim
@@ -46,17 +47,12 @@ def times(spec: StrategySpec, numel: int, device: str, repeats: int) -> tuple[fl
     """Return the median milliseconds of a step in the middle of the run: floating-point, exact."""
     sums = torch.zeros(numel, device=device)
     kinds = [stream(spec, numel, device, exact=exact) for exact in (False, True)]
-    found: tuple[list[float], list[float]] = ([], [])
+    found: list[list[float]] = []
     for step in range(STEPS // 2, STEPS // 2 + repeats + 1):
-        for kind, own in zip(kinds, found, strict=True):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            kind.add_to(sums, step, stddev=1.0, scale=None, divisor=1)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            own.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found[0][1:]), statistics.median(found[1][1:])
+        works = [partial(kind.add_to, sums, step, stddev=1.0, scale=None, divisor=1) for kind in kinds]
+        found.append([milliseconds(work, device) for work in works])
+    plain, exact = (statistics.median(times[1:]) for times in zip(*found, strict=True))
+    return plain, exact
 
 
 def given_away(*, exact: bool) -> float:
@@ -116,31 +112,24 @@ def main() -> None:
     for spec in NOISE:
         plain, exact = times(spec, options.parameters, options.device, options.repeats)
         rows.append([f"`{spec!r}`", f"{plain:.1f}", f"{exact:.1f}", f"{exact / plain:.1f}"])
-    lines = [
-        "# Exact noise",
-        "",
+    text = page(
+        "Exact noise",
         f"{heading(setting(options.device, options.commit))}. By `python benchmarks/exact_noise.py`; its docstring "
         f"explains the tables. {options.parameters:,} parameters, step {STEPS // 2} of {STEPS}.",
-        "",
-        *markdown_table(["noise", "floating point, ms", "exact, ms", "ratio"], rows),
-        "",
-        *markdown_table(
+        markdown_table(["noise", "floating point, ms", "exact, ms", "ratio"], rows),
+        markdown_table(
             ["noise", "coordinates that give a sum of 0 away"],
             [[name, f"{given_away(exact=exact):.1%}"] for name, exact in (("floating point", False), ("exact", True))],
         ),
-        "",
-        *markdown_table(
+        markdown_table(
             ["batch size", "distance between neighbouring sums over the clip norm: random examples", "made examples"],
             [
                 [f"{size:,}", f"1 + {of_random_examples(size):.1e}", f"1 + {of_made_examples(size):.1e}"]
                 for size in (256, 2048, 8192)
             ],
         ),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.write:
-        options.write.write_text(text)
+    )
+    publish(options, text)
 
 
 if __name__ == "__main__":

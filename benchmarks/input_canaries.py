@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from options import add_commit, add_write, at_least, report
-from record import heading, markdown_table, setting
+from record import heading, markdown_table, page, publish, setting
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -148,18 +148,13 @@ def main() -> None:
             report(f"epsilon {epsilon:g}, {name}: done")
         rows.setdefault("gradient; every release", []).append(f"{of_gradients(plan, options.games):.2f}")
     titles = ["canary; what the attack sees", "ε = 4", "ε = 8"]
-    lines = [
-        "# Canaries in input space",
-        "",
+    text = page(
+        "Canaries in input space",
         f"{heading(setting('cpu', options.commit))}. By `python benchmarks/input_canaries.py`; its docstring explains "
         f"the rows. {options.games * CANARIES:,} canaries in {options.games} games, confidence {CONFIDENCE:g}.",
-        "",
-        *markdown_table(titles, [[name, *own] for name, own in rows.items()]),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.write:
-        options.write.write_text(text)
+        markdown_table(titles, [[name, *own] for name, own in rows.items()]),
+    )
+    publish(options, text)
 
 
 if __name__ == "__main__":

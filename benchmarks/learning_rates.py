@@ -16,13 +16,12 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from options import add_json, add_write, at_least, one_line_errors, report, require_packages
-from record import heading, markdown_table, read_as, save, setting, write
+from options import add_json, add_write, at_least, report
+from record import heading, markdown_table, measure_or_read, page, save, setting
 from tables import TASKS, with_dpoptim
 
 from dpoptim.app import Recipe, read_log, train
@@ -35,7 +34,6 @@ NOISES: dict[str, dict[str, str]] = {
 RATES = {"texts": (5e-4, 2e-3, 8e-3), "mlp": (0.01, 0.03, 0.1, 0.3), "linear": (0.01, 0.03, 0.1, 0.3)}
 TABLES = ("breast cancer", "digits")
 EPSILON, SEEDS = 3.0, 2
-Measure = Callable[[argparse.Namespace, dict[str, Any]], None]
 
 
 def of_table(task: str, model: str, epsilon: float, **settings: Any) -> list[float]:
@@ -63,8 +61,9 @@ def of_texts(epsilon: float, steps: int, **settings: Any) -> float:
     return float(scores[-1])
 
 
-def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Add the losses of each task, noise and rate to the record, and save it after each."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the losses of each task, noise and rate; save them after each."""
+    record: dict[str, Any] = {**setting("cpu", options.commit), "tasks": {}}
     for task in options.tasks:
         for model in ("texts",) if task == "texts" else ("mlp", "linear"):
             what = task if task == "texts" else f"{task}, {model}"
@@ -80,6 +79,7 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
                     report(f"{what}, {name} noise, rate {rate:g}: {[round(one, 4) for one in losses]}")
                     if options.json:
                         save(record, options.json)
+    return record
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -89,46 +89,27 @@ def markdown(record: dict[str, Any]) -> str:
         for task, noises in record["tasks"].items()
         for noise, found in noises.items()
     ]
-    lines = [
-        "# Learning rates and noise",
-        "",
-        f"{heading(record)}. By `python benchmarks/learning_rates.py`; its docstring explains the rows.",
-        "",
-        f"Loss on held-out records at ε = {EPSILON:g}, by learning rate. Tables: means of {SEEDS} seeds.",
-        "",
-        *markdown_table(["task", "noise", *rates], rows),
-    ]
-    return "\n".join(lines) + "\n"
+    about = f"{heading(record)}. By `python benchmarks/learning_rates.py`; its docstring explains the rows."
+    what = f"Loss on held-out records at ε = {EPSILON:g}, by learning rate. Tables: means of {SEEDS} seeds."
+    return page("Learning rates and noise", about, what, markdown_table(["task", "noise", *rates], rows))
 
 
-def main(
-    maker: str,
-    about: str | None,
-    measure: Measure,
-    markdown: Callable[[dict[str, Any]], str],
-    tasks: tuple[str, ...] = ("texts", *TABLES),
-    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-) -> None:
-    """The command line of this script and of clipping.py."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_tasks(parser: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
     known = ("texts", *TASKS)
-    parser.add_argument("--tasks", nargs="+", choices=known, default=tasks, metavar="NAME", help=", ".join(known))
+    parser.add_argument("--tasks", nargs="+", choices=known, default=default, metavar="NAME", help=", ".join(known))
     parser.add_argument("--steps", type=at_least(1), default=100, metavar="N", help="on the texts (default: 100)")
-    add_options(parser)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_tasks(parser, ("texts", *TABLES))
     add_json(parser)
     add_write(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, maker, "tasks")
-    else:
-        require_packages(parser, "sklearn", "transformers")
-        record = {**setting("cpu", options.commit), "tasks": {}}
-        measure(options, record)
-    print(markdown(record))
-    write(options, record, markdown(record))
+    needs = ("sklearn", "transformers")
+    measure_or_read(parser, options, lambda: measure(options), markdown, "tasks", needs=needs)
 
 
 if __name__ == "__main__":
-    main("learning_rates.py", __doc__, measure, markdown)
+    main()

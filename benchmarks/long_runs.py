@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from options import add_json, add_write, at_least, one_line_errors, report
-from record import heading, markdown_table, read_as, setting, write
+from options import add_json, add_write, at_least, report
+from record import heading, markdown_table, measure_or_read, page, setting
 from scipy.signal import fftconvolve
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -72,6 +72,14 @@ def long_run(noise: Any, steps: int) -> dict[str, Any]:
     return {"error": float(np.abs(found - z).max()), "ms": times.tolist(), "mib": memory}
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    record = {**setting("cpu", options.commit), "steps": options.steps, "noises": {}}
+    for name, noise in NOISES.items():
+        report(f"{name}: {options.steps:,} steps")
+        record["noises"][name] = long_run(noise, options.steps)
+    return record
+
+
 def markdown(record: dict[str, Any]) -> str:
     rows = [
         [name, f"{found['error']:.1e}", *(f"{found['ms'][place]:.2f}" for place in (0, 1, -1)),
@@ -81,16 +89,9 @@ def markdown(record: dict[str, Any]) -> str:
     parts = ("1st tenth", "2nd", "last")
     titles = ["noise", "largest error of C·noise", *(f"CPU ms per step, {part}" for part in parts),
               *(f"MiB after the {part}" for part in parts)]  # fmt: skip
-    lines = [
-        "# Long runs",
-        "",
-        f"{heading(record)}. By `python benchmarks/long_runs.py`; its docstring explains the columns.",
-        "",
-        f"{record['steps']:,} steps of {BATCH} examples and {WIDTH} parameters.",
-        "",
-        *markdown_table(titles, rows),
-    ]
-    return "\n".join(lines) + "\n"
+    about = f"{heading(record)}. By `python benchmarks/long_runs.py`; its docstring explains the columns."
+    sizes = f"{record['steps']:,} steps of {BATCH} examples and {WIDTH} parameters."
+    return page("Long runs", about, sizes, markdown_table(titles, rows))
 
 
 def main() -> None:
@@ -100,16 +101,7 @@ def main() -> None:
     add_write(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "long_runs.py", "steps", "noises")
-    else:
-        record = {**setting("cpu", options.commit), "steps": options.steps, "noises": {}}
-        for name, noise in NOISES.items():
-            report(f"{name}: {options.steps:,} steps")
-            record["noises"][name] = long_run(noise, options.steps)
-    print(markdown(record))
-    write(options, record, markdown(record))
+    measure_or_read(parser, options, lambda: measure(options), markdown, "steps", "noises")
 
 
 if __name__ == "__main__":

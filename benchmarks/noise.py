@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 
-import torch
-from options import add_commit, add_device, add_write, at_least
-from record import heading, setting
-from rich.console import Console
+from options import add_commit, add_device, add_write, at_least, report
+from record import heading, markdown_table, page, publish, setting
+from timing import milliseconds
 
 import dpoptim
 from dpoptim.noise import StrategySpec, TensorPart
@@ -37,14 +36,7 @@ def timed(spec: StrategySpec, parameters: int, device: str, repeats: int) -> tup
     key = dpoptim.NoiseKey.from_bytes(bytes(32))  # known: nothing here is private
     parts = [TensorPart(name="all", numel=parameters)]
     stream = spec.optimize(steps=STEPS).stream(key, parts, stream="gradient", device=device)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times = []
-    for step in range(130 + repeats):
-        wait()
-        start = time.perf_counter()
-        stream.row(step)
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
+    times = [milliseconds(partial(stream.row, step), device) for step in range(130 + repeats)]
     return statistics.median(times[-repeats:]), stream.memory_bytes
 
 
@@ -58,29 +50,17 @@ def main() -> None:
     add_commit(parser)
     add_write(parser)
     options = parser.parse_args()
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    lines: list[str] = []
-
-    def put(*more: str) -> None:
-        """Print lines of the table as they come."""
-        for line in more:
-            console.print(line)
-            lines.append(line)
-
-    put(
-        "# Time of one row of noise",
-        "",
+    about = (
         f"{heading(setting(options.device, options.commit))}. {options.parameters:,} parameters, {STEPS} steps; "
-        f"medians of {options.repeats} rows, measured by `python benchmarks/noise.py`.",
-        "",
-        "| mechanism | ms per step | memory |",
-        "|---|---|---|",
+        f"medians of {options.repeats} rows, measured by `python benchmarks/noise.py`."
     )
+    rows = []
     for spec in MECHANISMS:
         ms, kept = timed(spec, options.parameters, options.device, options.repeats)
-        put(f"| `{spec!r}` | {ms:.2f} | {format_bytes(kept)} |")
-    if options.write:
-        options.write.write_text("\n".join(lines) + "\n")
+        rows.append([f"`{spec!r}`", f"{ms:.2f}", format_bytes(kept)])
+        report(f"{spec!r}: {ms:.2f} ms")
+    table = markdown_table(["mechanism", "ms per step", "memory"], rows)
+    publish(options, page("Time of one row of noise", about, table))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import math
 import warnings
 
 import torch
-from options import add_write
-from record import markdown_table
+from options import add_write, report
+from record import markdown_table, page, publish
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -69,16 +69,10 @@ def main() -> None:
     for ratio in RATIOS:
         best = [max(accuracy(*task, ratio, make, lr) for lr in RATES[make]) for task in made.values() for make in RATES]
         rows.append([f"{ratio:g}", *(f"{100 * found:.0f} %" for found in best)])
-        print(*rows[-1], sep=", ", flush=True)
-    if options.write:
-        lines = [
-            "# What the noise-to-signal ratio of `plan.outlook` costs",
-            "",
-            "Accuracy of two small tasks, by `python benchmarks/outlook.py`; its docstring describes them.",
-            "",
-            *markdown_table(titles, rows),
-        ]
-        options.write.write_text("\n".join(lines) + "\n")
+        report(f"noise-to-signal ratio {ratio:g}: done")
+    about = "Accuracy of two small tasks, by `python benchmarks/outlook.py`; its docstring describes them."
+    title = "What the noise-to-signal ratio of `plan.outlook` costs"
+    publish(options, page(title, about, markdown_table(titles, rows)))
 
 
 if __name__ == "__main__":

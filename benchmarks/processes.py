@@ -33,8 +33,8 @@ from unittest import mock
 
 import torch
 from cases import bert_tiny
-from options import add_json, add_write, at_least, one_line_errors, report, require_packages
-from record import heading, markdown_table, read_as, setting, write
+from options import add_json, add_write, at_least, report, require_packages
+from record import bullets, heading, markdown_table, measure_or_read, page, setting
 from torch import Tensor, distributed
 
 import dpoptim
@@ -184,7 +184,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ]
     about = {name: getattr(options, name) for name in ("examples", "tokens", "repeats", "rounds")}
     about |= {"cores": os.cpu_count(), "parameters": found[0]["parameters"], "groups": groups}
-    return {**setting("cpu", options.commit), **about}
+    return {**setting("cpu", options.commit), **about, **({"note": options.note} if options.note else {})}
 
 
 def shown(times: list[float]) -> str:
@@ -215,11 +215,11 @@ def markdown(record: dict[str, Any]) -> str:
         f"{record['tokens']} tokens in all processes together. Times: medians (and quartiles) of {record['rounds']} "
         f"rounds × {record['repeats']} repeats, by `python benchmarks/processes.py`; its docstring explains them."
     )
-    lines = ["# Training in several processes", "", made, *(["", record["note"]] if record.get("note") else [])]
+    parts = [made, *([record["note"]] if record.get("note") else [])]
 
     def add(title: str, columns: str, rows: list[list[str]], *notes: str) -> None:
         table = markdown_table(["processes", *columns.split(" | ")], rows)
-        lines.extend(["", f"## {title}", "", *table, "", *(f"- {note}" for note in notes)])
+        parts.extend([f"## {title}", table, bullets(notes)])
 
     add(
         "Time of a step", f"ms per step | medians of the rounds | efficiency | limit on {cores} cores", steps,
@@ -239,7 +239,7 @@ def markdown(record: dict[str, Any]) -> str:
         "Unclear: the quartiles overlap.",
         f"More than {cores} processes compete for the cores, which favours slices: they make less noise in total.",
     )  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return page("Training in several processes", *parts)
 
 
 def main() -> None:
@@ -248,7 +248,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default, metavar="N", help=f"(default: {default})")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--note", metavar="TEXT", help="record what else the machine did")
+    parser.add_argument("--note", metavar="TEXT", help="what else the machine did; not with --from")
     add_json(parser)
     add_write(parser)
     options = parser.parse_args()
@@ -258,15 +258,8 @@ def main() -> None:
     if options.job:
         job(options)
         return
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "processes.py", "groups", "cores", "parameters", "rounds")
-    else:
-        record = measure(options)
-    if options.note:
-        record["note"] = options.note
-    print(markdown(record))
-    write(options, record, markdown(record))
+    keys = ("groups", "cores", "parameters", "rounds")
+    measure_or_read(parser, options, lambda: measure(options), markdown, *keys)
 
 
 if __name__ == "__main__":

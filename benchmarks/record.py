@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Iterable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from options import one_line_errors, require_packages
 from rich.console import Console
 from rich.table import Table
 
@@ -30,13 +31,13 @@ CASE = ("name", "note", "together", "compiled_micro_batch", "ways")
 Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb", ...} or {"error"}
 
 
-def setting(device: str, commit: str | None = None) -> dict[str, Any]:
+def setting(device: str, commit: str | None = None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Return the date, commit, machine and versions, without which a figure means nothing."""
     return {
         "date": str(date.today()),
         "commit": commit or provenance.this_commit(),
         "machine": provenance.machine(device),
-        "versions": provenance.versions(PACKAGES),
+        "versions": provenance.versions(packages),
     }
 
 
@@ -59,14 +60,6 @@ def read_as(file: Path, maker: str, *keys: str) -> dict[str, Any]:
 
 def save(record: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def write(options: Namespace, record: dict[str, Any], text: str) -> None:
-    """Write the record to the file of --json, and the text to that of --write."""
-    if options.json:
-        save(record, options.json)
-    if options.write:
-        options.write.write_text(text)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -182,23 +175,51 @@ def show(record: dict[str, Any], console: Console) -> None:
         console.print(f"- {line}", markup=False, highlight=False)
 
 
-def markdown_table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(titles) + " |",
-        "|" + "---|" * len(titles),
-        *("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows),
-    ]
+def page(title: str, *parts: str) -> str:
+    """
+    >>> page("Title", "Text.", bullets(["one", "two"]))
+    '# Title\n\nText.\n\n- one\n- two\n'
+    """
+    return "\n\n".join([f"# {title}", *parts]) + "\n"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def markdown_table(titles: list[str], rows: list[list[str]]) -> str:
+    body = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *body])
 
 
 def markdown(record: dict[str, Any]) -> str:
     made = f"Medians of {record['repeats']} steps by `python benchmarks/steps.py`; its docstring explains the columns."
-    lines = [
-        "# Time of a training step",
-        "",
-        f"{heading(record)}. {made}",
-        "",
-        *markdown_table(*table_of(record)),
-        "",
-        *(f"- {line}" for line in notes(record)),
-    ]
-    return "\n".join(lines) + "\n"
+    title, about = "Time of a training step", f"{heading(record)}. {made}"
+    return page(title, about, markdown_table(*table_of(record)), bullets(notes(record)))
+
+
+def publish(options: Namespace, text: str) -> None:
+    """Print a page, and write it to the file of --write."""
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+
+
+def measure_or_read(
+    parser: ArgumentParser,
+    options: Namespace,
+    measure: Callable[[], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+    *keys: str,
+    needs: Sequence[str] = (),
+) -> None:
+    """Measure, or read the file of --from, which has these keys; publish the page, and write the file of --json."""
+    if options.earlier:
+        with one_line_errors(parser):
+            record = read_as(options.earlier, parser.prog, *keys)
+    else:
+        require_packages(parser, *needs)
+        record = measure()
+    publish(options, markdown(record))
+    if options.json:
+        save(record, options.json)

@@ -29,16 +29,21 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # before torch is loaded
 
 import torch
 from cases import bert_tiny
-from options import (
-    add_json,
-    add_write,
-    at_least,
-    missing_packages,
-    one_line_errors,
-    report,
-    require_packages,
+from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, require_packages
+from record import (
+    PEERS,
+    Found,
+    bullets,
+    fastest_peer,
+    heading,
+    markdown_table,
+    page,
+    ratios,
+    read,
+    save,
+    setting,
+    spelled,
 )
-from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, read, setting, spelled, write
 from rich.console import Console
 from rich.table import Table
 from steps import measured
@@ -128,16 +133,8 @@ def markdown(record: dict[str, Any]) -> str:
         f"{name}, medians of {record['repeats']} rounds, measured by `python benchmarks/small.py`; "
         "its docstring explains the rows."
     )
-    lines = [
-        "# A small step on the CPU",
-        "",
-        f"{heading(record)}. {made}",
-        "",
-        *markdown_table(titles_of(record), rows_of(record)),
-        "",
-        *(f"- {line}" for line in notes(record)),
-    ]
-    return "\n".join(lines) + "\n"
+    table = markdown_table(titles_of(record), rows_of(record))
+    return page("A small step on the CPU", f"{heading(record)}. {made}", table, bullets(notes(record)))
 
 
 def show(record: dict[str, Any], console: Console) -> None:
@@ -173,17 +170,15 @@ def main() -> int:
         require_packages(parser, "transformers")
         if options.job:
             case = bert_tiny("cpu", 32, 128)
-            print(
-                json.dumps(
-                    measured(case, (options.job,), options.repeats, lambda line: report(f"separate: {line}"))[
-                        options.job
-                    ]
-                )
-            )
+            found = measured(case, (options.job,), options.repeats, lambda line: report(f"separate: {line}"))
+            print(json.dumps(found[options.job]))
             return 0
         record = measure(options.repeats, options.commit, options.separate)
     show(record, Console())
-    write(options, record, markdown(record))
+    if options.json:
+        save(record, options.json)
+    if options.write:
+        options.write.write_text(markdown(record))
     return int(any("MISSED" in row for row in rows_of(record)))
 
 

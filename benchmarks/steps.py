@@ -27,7 +27,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,6 +47,7 @@ from options import (
 )
 from record import PEERS, WAYS, Found, markdown, ratios, read, save, setting, show
 from rich.console import Console
+from timing import milliseconds
 from torch import Tensor, nn
 
 import dpoptim
@@ -192,7 +192,6 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress
     found: Found = {}
     running: dict[str, Step] = {}
     cuda = any(case.device == "cuda" for case, _ in runs.values())
-    wait = torch.cuda.synchronize if cuda else lambda: None
     for name, (case, way) in runs.items():
         gc.collect()
         if cuda:
@@ -202,8 +201,7 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress
         try:
             step = steps_of(case, way)
             for _ in range(3):
-                step()
-            wait()
+                milliseconds(step, case.device)  # waits, so that an error belongs to this run
             running[name] = step
             found[name] = peaks(*before) if cuda else {}
         except Exception as error:
@@ -214,10 +212,7 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress
     for done in range(1, repeats + 1):
         for name in list(running):
             try:
-                start = time.perf_counter()
-                running[name]()
-                wait()
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(milliseconds(running[name], "cuda" if cuda else "cpu"))
             except Exception as error:
                 del running[name]
                 found[name] = {"error": first_words(error)}

@@ -15,15 +15,12 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.console import Console
@@ -148,7 +145,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--job"]:
         run_job(sys.argv[2])
         return
-    from options import add_write  # imported late, because it would add to the memory of a job
+    # Imported late, because they would add to the memory of a job.
+    from options import add_write
+    from record import heading, markdown_table, page, setting
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="include jax-privacy's longest search")
@@ -177,32 +176,9 @@ def main() -> None:
             rows.append(row)
     console.print(table)
     if options.write:
-        options.write.write_text(markdown(titles, rows))
-
-
-def markdown(titles: list[str], rows: list[list[str]]) -> str:
-    def installed(name: str) -> str:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            return f"{name} not installed"
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    lines = [
-        "# Searches for strategies",
-        "",
-        f"{date.today()}, commit {commit or 'unknown'}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, "
-        + ", ".join(installed(name) for name in ("numpy", "scipy", "torch", "jax", "jax-privacy"))
-        + ". Measured by `python benchmarks/strategies.py`; its docstring explains the columns.",
-        "",
-        "| " + " | ".join(titles) + " |",
-        "|" + "---|" * len(titles),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
+        record = setting("cpu", packages=("numpy", "scipy", "torch", "jax", "jax-privacy"))
+        about = f"{heading(record)}. Measured by `python benchmarks/strategies.py`; its docstring explains the columns."
+        options.write.write_text(page("Searches for strategies", about, markdown_table(titles, rows)))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from options import add_device, add_json, add_write, input_file, input_folder, one_line_errors, report
-from record import heading, markdown_table, read_as, save, setting, write
+from options import add_device, add_json, add_write, input_file, input_folder, report
+from record import bullets, heading, markdown_table, measure_or_read, page, save, setting
 from tokenizers import decoders
 
 from dpoptim.app import Recipe, evaluate_synthetic, generate, read_log, train
@@ -189,26 +189,23 @@ def markdown(record: dict[str, Any]) -> str:
         "near copies, synthetic", "held out", "seconds",
     ]  # fmt: skip
     shown = record["runs"][-1]
-    lines = [
-        "# Synthetic abstracts",
-        "",
+    return page(
+        "Synthetic abstracts",
         f"{heading(record)}. By `python benchmarks/synthetic_abstracts.py`; its docstring explains the steps.",
-        "",
         f"{public['private']:,} private abstracts of four subjects, {public['held_out']:,} held out. The public "
         f"model has {public['parameters'] / 1e6:.0f} million parameters and learned {public['abstracts']:,} abstracts "
         f"of other subjects in {public['seconds']:.0f} s, to a loss of {public['loss']:.2f}.",
-        "",
-        *markdown_table(titles, rows),
-        "",
-        "- Losses are of held-out abstracts: means over tokens, then over texts. The classifier counts words.",
-        "- The seconds are those of training, generating and comparing.",
-        f"- {shown['guarantee']}",
-        "",
+        markdown_table(titles, rows),
+        bullets(
+            [
+                "Losses are of held-out abstracts: means over tokens, then over texts. The classifier counts words.",
+                "The seconds are those of training, generating and comparing.",
+                shown["guarantee"],
+            ]
+        ),
         f"The first synthetic abstract of each subject at ε = {shown['epsilon']:g}:",
-        "",
-        *(f"> **{label}:** {text}\n>" for label, text in shown["first"].items()),
-    ]
-    return "\n".join(lines).rstrip(">\n") + "\n"
+        "\n>\n".join(f"> **{label}:** {text}" for label, text in shown["first"].items()),
+    )
 
 
 def main() -> None:
@@ -230,17 +227,12 @@ def main() -> None:
     add_json(parser)
     add_write(parser)
     options = parser.parse_args()
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "synthetic_abstracts.py", "public", "runs")
-    else:
-        needed = ("work", "tokenizer") if options.tiny else ("work", "tokenizer", "abstracts", "test")
-        if missing := [name for name in needed if getattr(options, name) is None]:
-            parser.error(f"--{missing[0]} is missing")
-        options.settings = {"epochs": options.epochs} | ({"batch_size": 64} if options.tiny else {})
-        record = measure(options)
-    print(markdown(record))
-    write(options, record, markdown(record))
+    needed = ("work", "tokenizer") if options.tiny else ("work", "tokenizer", "abstracts", "test")
+    missing = [name for name in needed if getattr(options, name) is None]
+    if missing and not options.earlier:
+        parser.error(f"--{missing[0]} is missing")
+    options.settings = {"epochs": options.epochs} | ({"batch_size": 64} if options.tiny else {})
+    measure_or_read(parser, options, lambda: measure(options), markdown, "public", "runs")
 
 
 if __name__ == "__main__":

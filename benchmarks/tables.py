@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 import pandas
 import torch
-from options import add_json, add_write, at_least, missing_packages, one_line_errors, report, with_pip
-from record import heading, markdown_table, read_as, save, setting, write
+from options import add_json, add_write, at_least, missing_packages, report, with_pip
+from record import bullets, heading, markdown_table, measure_or_read, page, save, setting
 
 from dpoptim.app import Recipe, read_log, train
 from dpoptim.app.data.tables import encode_table, scaled
@@ -265,8 +265,10 @@ def _scores(table: Table, fitted: Any, inputs: np.ndarray, targets: np.ndarray) 
     return {"loss": float(-np.log(np.maximum(chances, 1e-15)).mean()), "score": float(fitted.score(inputs, targets))}
 
 
-def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Add the results of each task to the record, and save it after each."""
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of each task; save them after each."""
+    record: dict[str, Any] = {**setting("cpu", options.commit), "tasks": {}}
+    record["versions"] |= {name: version(name) for name in PACKAGES.values()}
     for name in options.tasks:
         made = {**TASKS, **LARGE}[name]()
         is_large = name in LARGE
@@ -284,40 +286,30 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
         record["tasks"][name] = found
         if options.json:
             save(record, options.json)
+    return record
 
 
 def markdown(record: dict[str, Any]) -> str:
-    lines = [
-        "# Tables",
-        "",
-        f"{heading(record)}. By `python benchmarks/tables.py`; its docstring explains the columns.",
-        "",
-        *(f"- **{name}**: {task['about']}; {task['rows']:,} training rows" for name, task in record["tasks"].items()),
-        "",
-        "## Loss on held-out rows",
-        "",
-        *_table(record, "loss", "{:.3f}"),
-        "",
-        "## Accuracy on held-out rows",
-        "",
-        "In percent, and for regressions the root of the mean squared error in the unit of the label.",
-        "",
-        *_table(record, "score", ""),
-        "",
-        "## The last loss over the best",
-        "",
-        "The largest of all seeds. At 1.00 no evaluation during the run was better than the last.",
-        "",
-    ]
-    epsilons = _epsilons(record)
+    epsilons, tasks = _epsilons(record), record["tasks"].items()
     rows = [
         [name, model, *(_worst(task["private"][model].get(epsilon)) for epsilon in epsilons)]
-        for name, task in record["tasks"].items()
+        for name, task in tasks
         for model in MODELS
         if model in task["private"]
     ]
-    lines += markdown_table(["table", "model", *(f"ε = {epsilon}" for epsilon in epsilons)], rows)
-    return "\n".join(lines) + "\n"
+    return page(
+        "Tables",
+        f"{heading(record)}. By `python benchmarks/tables.py`; its docstring explains the columns.",
+        bullets(f"**{name}**: {task['about']}; {task['rows']:,} training rows" for name, task in tasks),
+        "## Loss on held-out rows",
+        _table(record, "loss", "{:.3f}"),
+        "## Accuracy on held-out rows",
+        "In percent, and for regressions the root of the mean squared error in the unit of the label.",
+        _table(record, "score", ""),
+        "## The last loss over the best",
+        "The largest of all seeds. At 1.00 no evaluation during the run was better than the last.",
+        markdown_table(["table", "model", *(f"ε = {epsilon}" for epsilon in epsilons)], rows),
+    )
 
 
 def _epsilons(record: dict[str, Any]) -> list[str]:
@@ -329,7 +321,7 @@ def _worst(runs: list[dict[str, float]] | None) -> str:
     return "-" if runs is None else f"{max(one['loss'] / one['best'] for one in runs):.2f}"
 
 
-def _table(record: dict[str, Any], key: str, form: str) -> list[str]:
+def _table(record: dict[str, Any], key: str, form: str) -> str:
     epsilons, rows = _epsilons(record), []
     for name, task in record["tasks"].items():
         own = form or ("{:.1%}" if task["is_class"] else "{:.3g}")
@@ -361,17 +353,9 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if options.earlier:
-        with one_line_errors(parser):
-            record = read_as(options.earlier, "tables.py", "tasks")
-    else:
-        if missing := missing_packages(PACKAGES):
-            parser.exit(1, f"{parser.prog} needs {with_pip([PACKAGES[name] for name in missing])}\n")
-        record = {**setting("cpu", options.commit), "tasks": {}}
-        record["versions"] |= {name: version(name) for name in PACKAGES.values()}
-        measure(options, record)
-    print(markdown(record))
-    write(options, record, markdown(record))
+    if not options.earlier and (missing := missing_packages(PACKAGES)):
+        parser.exit(1, f"{parser.prog} needs {with_pip([PACKAGES[name] for name in missing])}\n")
+    measure_or_read(parser, options, lambda: measure(options), markdown, "tasks")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ from options import (
     require_packages,
     with_pip,
 )
-from record import Found, heading, markdown_table, read_as, save, setting, spelled
+from record import Found, bullets, heading, markdown_table, page, read_as, save, setting, spelled
 from rich.console import Console
 from rich.table import Table
 from steps import first_words, peaks, ran, timed
@@ -501,16 +501,9 @@ def show(record: dict[str, Any], console: Console, *, profile: bool) -> None:
 
 def markdown(record: dict[str, Any]) -> str:
     made = "Measured by `python benchmarks/trainer.py`; its docstring explains the columns."
-    lines = [
-        "# The speed of trainers and large models",
-        "",
-        f"{heading(record)}. {made}",
-        "",
-        *(f"- {line}" for line in notes(record)),
-    ]
-    for title, titles, rows in [*tables_of(record), *host_tables(record)]:
-        lines += ["", f"## {title}", "", *markdown_table(titles, rows)]
-    return "\n".join(lines) + "\n"
+    tables = [*tables_of(record), *host_tables(record)]
+    parts = [part for title, titles, rows in tables for part in (f"## {title}", markdown_table(titles, rows))]
+    return page("The speed of trainers and large models", f"{heading(record)}. {made}", bullets(notes(record)), *parts)
 
 
 def read(file: Path) -> dict[str, Any]:

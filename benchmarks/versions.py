@@ -20,7 +20,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import cases
 import torch
 from options import add_device, at_least, input_folder, missing_packages, report, require_packages
 from steps import Step, first_words, private_steps
+from timing import milliseconds
 
 import dpoptim
 
@@ -53,18 +53,13 @@ def steps_of(package: Any, case: Any, way: str, batches: str) -> Step:
 
 def compare(steps: dict[str, Step], repeats: int, device: str) -> dict[str, float]:
     """Time both versions in turns; each begins every other round."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for step in steps.values():
         for _ in range(WARM):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(repeats):
         for name in sorted(steps, reverse=bool(number % 2)):
-            wait()
-            start = time.perf_counter()
-            steps[name]()
-            wait()
-            times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(milliseconds(steps[name], device))
     ratios = [new / old for new, old in zip(times["new"], times["old"], strict=True)]
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {**medians, "ratio": statistics.median(ratios)}
