@@ -184,10 +184,6 @@ def at_random(true: Any, step: int) -> Any:
     return np.random.default_rng(step).choice(PLAN["num_examples"], PLAN["batch_size"], replace=False)
 
 
-def one_often(true: Any, step: int) -> Any:
-    return np.unique(np.append(true(step)[1:], 5)) if step % 2 else true(step)
-
-
 DRAWS: list[tuple[Sampling, Any, str]] = [
     (Shuffled(), at_random, "participates"),
     (Shuffled(), lambda true, step: true(step)[1:], "does not have 100 different examples"),

@@ -42,6 +42,9 @@ MakeOptimizer = Callable[..., PrivateOptimizer]
 """Makes the optimizer to attack from (model, plan, key=, run_id=), which determine its noise."""
 
 
+Scale = Mapping[str, Tensor] | None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GameResult:
     """What one game showed, with one column per canary."""
@@ -67,10 +70,13 @@ class Game:
         canaries: int,
         seed: int,
         steps: int | None = None,
-        observe: Callable[[Released], None] = lambda released: None,
+        observe: Callable[[Released, Scale], None] = lambda released, scale: None,
         one_by_one: bool = False,
     ) -> None:
-        """The seed determines coins, batches and noise; `one_by_one` differentiates each example or user by itself."""
+        """The seed determines coins, batches and noise; `one_by_one` differentiates each example or user by itself.
+
+        `observe` is called with each release and the scale at which it was clipped.
+        """
         check_alone("dpoptim audit")
         if isinstance(plan.clipping, GroupClipNorms):  # whose groups are of a different model
             plan = plan.replace(clipping=FixedClipNorm())
@@ -250,7 +256,7 @@ class Game:
         if self._square is not None and released.square is not None:
             self._square[released.step] = _along_canaries(released.square, None)
         self._made = released.step + 1
-        self._keep(released)
+        self._keep(released, scale)
         if self._made == self._steps < self.plan.steps:
             raise _Enough
 
@@ -319,7 +325,7 @@ def canaries_alone(plan: PrivacyPlan, make_optimizer: MakeOptimizer) -> Callable
     return train
 
 
-def _along_canaries(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | None) -> Floats:
+def _along_canaries(values: Mapping[str, Tensor], scale: Scale) -> Floats:
     """The release along each canary, in the coordinates in which it was clipped and noised."""
     parts = [values[name].double() * (1.0 if scale is None else scale[name]) for name in _TABLES if name in values]
     return torch.cat([part[:-1, 0] for part in parts]).cpu().numpy()  # the last row of each belongs to blanks

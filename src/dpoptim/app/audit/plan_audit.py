@@ -216,7 +216,7 @@ def _audit(
     size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
-        found.add(Game(plan, canaries=size, seed=own, observe=lambda released: after_step()).play(train))
+        found.add(Game(plan, canaries=size, seed=own, observe=lambda released, scale: after_step()).play(train))
     other_key = Game(plan, canaries=size, seed=2 * seed * games + 1, steps=1).play(train)
     of_model = []
     if compare is not None:

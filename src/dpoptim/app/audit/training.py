@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpoptim.app.audit.game import Game, MakeOptimizer
-from dpoptim.clipping import PublicGradients, Released, public_data
+from dpoptim.app.audit.game import Game, MakeOptimizer, Scale
+from dpoptim.clipping import PublicGradients, Released
 from dpoptim.data.secret_randomness import save_rng_states
-from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import FixedClipNorm, PrivacyPlan
 
 
@@ -63,16 +62,10 @@ class _Losses(nn.Module):
         return losses
 
 
-Begin = Callable[[Game, _Losses, PrivateOptimizer], None]
-
-
-def beside_model(
-    training: Training, make_optimizer: MakeOptimizer, begin: Begin = lambda game, losses, optimizer: None
-) -> Callable[[Game], None]:
-    """A loop that trains a copy of the model; `begin` is called before the first step."""
+def beside_model(training: Training, make_optimizer: MakeOptimizer) -> Callable[[Game], None]:
+    """A loop that trains a copy of the model."""
 
     def train(game: Game) -> None:
-        losses = _Losses(training)
         loader = game.private_loader(
             training.dataset,
             users=training.users,
@@ -80,9 +73,8 @@ def beside_model(
             collate_fn=training.collate_fn,
             check_schema=False,
         )
-        beside = game.model(losses)
+        beside = game.model(_Losses(training))
         optimizer = game.optimizer(make_optimizer, beside)
-        begin(game, losses, optimizer)
         for batch in loader:
             game.insert(beside(batch)).sum().backward()
             optimizer.step()
@@ -100,53 +92,47 @@ def distance_from_single_gradients(
 
     None if losses are random, users are protected or the clip norm is not fixed.
     """
-    expected: list[Gradients | None] = []
     found: list[float] = []
-    scale: Any = None
 
-    def begin(game: Game, losses: _Losses, optimizer: PrivateOptimizer) -> None:
-        nonlocal scale
-        scale = optimizer.mechanism.scale
-        expected.append(_expected_gradients(losses.model, training, game.plain_records(), game.plan, scale))
+    def observe(released: Released, scale: Scale) -> None:
+        expected = _expected_gradients(training, game.plain_records(), game.plan, scale)
+        if expected is not None:
+            unit = plan.batch_size / plan.clip_norm
+            seen = {name: released.gradient[name].double() * _scale_of(name, scale) * unit for name in expected}
+            found.append(_distance(seen, expected, least=1e-6))
 
-    def observe(released: Released) -> None:
-        if expected[0] is not None:
-            found.append(_distance(expected[0], released.gradient, plan, scale))
-
-    Game(plan, canaries=1, seed=seed, steps=1, observe=observe).play(beside_model(training, make_optimizer, begin))
+    game = Game(plan, canaries=1, seed=seed, steps=1, observe=observe)
+    game.play(beside_model(training, make_optimizer))
     return next(iter(found), None)
 
 
-def _expected_gradients(
-    model: nn.Module, training: Training, places: Iterable[int], plan: PrivacyPlan, scale: Any
-) -> Gradients | None:
+def _expected_gradients(training: Training, places: Iterable[int], plan: PrivacyPlan, scale: Scale) -> Gradients | None:
     """The sum of the model's clipped gradients, in clip norms, one example at a time; None if they are random."""
     if type(plan.clipping) is not FixedClipNorm or plan.unit != "example":
         return None
-    total: Gradients = {}
+    total, model = Gradients(), copy.deepcopy(training.model)
     for place in places:
         batch = training.batch([place])
-        with torch.no_grad(), public_data():
+        with torch.no_grad():
             if not torch.equal(*(training.loss(model, batch) for _ in range(2))):
                 return None  # such as by dropout
         found = PublicGradients(model, training.loss, [batch])()  # of one record, so neither clipped nor mixed
-        parts = {f"model.model.{name}": gradient.double() for name, gradient in found.items()}
-        if scale is not None:
-            parts = {name: part * scale[name] for name, part in parts.items()}
+        own = {f"model.model.{name}": gradient.double() for name, gradient in found.items()}
+        parts = {name: part * _scale_of(name, scale) for name, part in own.items()}
         norm = math.sqrt(sum(float((part**2).sum()) for part in parts.values()))
         for name, part in parts.items():
             total[name] = total.get(name, 0.0) + part / max(norm, plan.clip_norm)
     return total
 
 
-def _distance(expected: Gradients, released: Mapping[str, Tensor], plan: PrivacyPlan, scale: Any) -> float:
-    """How far a release without noise is from what is expected, relative to it."""
-    squared = rest = 0.0
-    for name, part in expected.items():
-        found = released[name].double() * (1.0 if scale is None else scale[name]) * (plan.batch_size / plan.clip_norm)
-        squared += float((part**2).sum())
-        rest += float(((found - part) ** 2).sum())
-    return math.sqrt(rest / max(squared, 1e-6))
+def _scale_of(name: str, scale: Scale) -> Tensor | float:
+    return 1.0 if scale is None else scale[name]
+
+
+def _distance(found: Gradients, expected: Gradients, *, least: float) -> float:
+    """How far gradients are from what is expected, relative to its square or to `least`."""
+    rest = sum(float(((found[name] - part) ** 2).sum()) for name, part in expected.items())
+    return math.sqrt(rest / max(sum(float((part**2).sum()) for part in expected.values()), least))
 
 
 def distance_from_single_examples(plan: PrivacyPlan, train: Callable[[Game], Any], *, seed: int) -> float | None:
@@ -156,7 +142,7 @@ def distance_from_single_examples(plan: PrivacyPlan, train: Callable[[Game], Any
     """
     first: list[Gradients] = []
 
-    def observe(released: Released) -> None:
+    def observe(released: Released, scale: Scale) -> None:
         first.append({name: value.double() for name, value in released.gradient.items() if name.startswith("model.")})
 
     put_back = save_rng_states()
@@ -166,6 +152,4 @@ def distance_from_single_examples(plan: PrivacyPlan, train: Callable[[Game], Any
         put_back()
         if game.draws_random_numbers:
             return None
-    together, single = first
-    rest = sum(float(((together[name] - part) ** 2).sum()) for name, part in single.items())
-    return math.sqrt(rest / max(sum(float((part**2).sum()) for part in single.values()), 1e-12))
+    return _distance(*first, least=1e-12)
