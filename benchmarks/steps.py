@@ -76,15 +76,13 @@ def steps_of(case: Case, way: str) -> Step:
     return private_steps(dpoptim, case, model, batch, way)
 
 
-def private_steps(
-    package: Any, case: Case, model: nn.Module, batch: Batch, way: str, batches: str = "external_batches"
-) -> Step:
-    """Return a private step of a version of dpoptim; `batches` is its name for `external_batches`."""
+def private_steps(package: Any, case: Case, model: nn.Module, batch: Batch, way: str) -> Step:
+    """Return a private step of a version of dpoptim."""
     size = len(batch[0])
     plan = package.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
     make = package.scale_then_privatize if way in ("scaled", "captured") else package.post_processing
     graphs = way in ("captured", "captured flat")  # the second is for trainer.py
-    optimizer = make(model, plan, lr=1e-4, **{batches: True})
+    optimizer = make(model, plan, lr=1e-4, external_batches=True)
 
     def ordinary(*given: Tensor) -> object:
         return case.loss(model, given).sum().backward()

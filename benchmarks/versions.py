@@ -45,10 +45,10 @@ def copy_package(old: Path, folder: Path) -> None:
         file.write_text(re.sub(r'(?<!b")\bdpoptim\b', "dpoptim_old", file.read_text()))
 
 
-def steps_of(package: Any, case: Any, way: str, batches: str) -> Step:
+def steps_of(package: Any, case: Any, way: str) -> Step:
     torch.manual_seed(0)
     model = case.model().to(case.device, case.dtype)
-    return private_steps(package, case, model, case.batch(), way, batches)
+    return private_steps(package, case, model, case.batch(), way)
 
 
 def compare(steps: dict[str, Step], repeats: int, device: str) -> dict[str, float]:
@@ -72,9 +72,6 @@ def main() -> int:
     parser.add_argument("--ways", metavar="A,B", help=f"only these of {', '.join(WAYS)}")
     parser.add_argument("--repeats", type=at_least(2), default=30, metavar="N", help="timed rounds (default: 30)")
     parser.add_argument("--limit", type=float, default=1.02, metavar="RATIO", help="accepted ratio (default: 1.02)")
-    parser.add_argument(
-        "--batches", default="external_batches", metavar="NAME", help="what the old version calls external_batches"
-    )
     add_device(parser)
     options = parser.parse_args()
     if not (options.old / "src" / "dpoptim").is_dir():
@@ -103,8 +100,8 @@ def main() -> int:
                     torch.cuda.empty_cache()
                 try:
                     steps = {
-                        "old": steps_of(package, old[case.name], way, options.batches),
-                        "new": steps_of(dpoptim, case, way, "external_batches"),
+                        "old": steps_of(package, old[case.name], way),
+                        "new": steps_of(dpoptim, case, way),
                     }
                     found = compare(steps, options.repeats, options.device)
                 except Exception as error:
