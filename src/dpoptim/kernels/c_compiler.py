@@ -14,6 +14,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 # The compiler may not reorder sums or assume finite values. It need not set errno and may compute unused values:
 # otherwise it does not vectorize square roots.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
@@ -40,3 +43,16 @@ def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError):
         pass
     return None
+
+
+def agrees(found: Tensor | None, expected: Tensor, *, atol: float = 1e-8) -> bool:
+    """Return whether loops found what torch does; a compiler may be configured for unsafe optimizations."""
+    finite = expected.isfinite()
+    if found is None or not torch.equal(finite, found.isfinite()):
+        return False
+    return torch.allclose(found[finite], expected[finite], rtol=1e-5, atol=atol)
+
+
+def by_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with a contiguous last axis."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

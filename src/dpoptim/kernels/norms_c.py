@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpoptim.kernels.c_compiler import library
+from dpoptim.kernels.c_compiler import agrees, by_rows, library
 from dpoptim.kernels.threads import in_chunks, in_threads
 
 WORTH_COMPILING = 1 << 28  # from this many products on, a second of compiling pays off
@@ -228,7 +228,7 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def _right(loops: ctypes.CDLL) -> bool:
-    """Return whether the loops agree with torch; a compiler may be configured for unsafe optimizations."""
+    """Return whether the loops agree with torch."""
     vectors = torch.arange(1, 1 + 3 * 5 * 37).float().view(3, 5, 37).sin()
     scale = torch.arange(1, 1 + 37 * 37).float().view(37, 37).cos()
     matrices, factors = scale[:15, :5].reshape(3, 5, 5).triu(), scale[:5]
@@ -241,10 +241,7 @@ def _right(loops: ctypes.CDLL) -> bool:
             (outer_squares(vectors, vectors, scale, loops), ((wide.mT @ wide) * scale).square().sum((1, 2))),
             (quadratic_forms(matrices, vectors, loops), (matrices * (wide @ wide.mT)).sum((1, 2))),
         ):
-            finite = expected.isfinite()
-            if found is None or not torch.equal(finite, found.isfinite()):
-                return False
-            if not torch.allclose(found[finite], expected[finite], rtol=1e-5):
+            if not agrees(found, expected):
                 return False
     return True
 
@@ -252,11 +249,6 @@ def _right(loops: ctypes.CDLL) -> bool:
 def _loops_for(tensors: Sequence[Tensor], *, worth: bool) -> ctypes.CDLL | None:
     on_cpu = worth and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
     return _loops() if on_cpu else None
-
-
-def _by_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last axis."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor, loops: ctypes.CDLL | None = None) -> Tensor | None:
@@ -267,7 +259,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor, loops: ctypes.CDLL
     loops = loops or _loops_for([left, right, scale], worth=examples * positions * rows * cols >= WORTH_COMPILING)
     if loops is None:
         return None
-    left, right, scale = _by_rows(left), _by_rows(right), scale.contiguous()
+    left, right, scale = by_rows(left), by_rows(right), scale.contiguous()
     strides = (left.stride(0), left.stride(1), right.stride(0), right.stride(1))
     parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
 
@@ -288,7 +280,7 @@ def quadratic_forms(matrices: Tensor, factors: Tensor, loops: ctypes.CDLL | None
         return None
     # Each pair of positions is taken once, so half of the products are enough.
     pairs = F.pad(matrices.triu() + matrices.tril(-1).mT, (0, -positions % _ROWS_OF_TILES)).contiguous()
-    factors, out = _by_rows(factors), torch.empty(examples, dtype=torch.float64)
+    factors, out = by_rows(factors), torch.empty(examples, dtype=torch.float64)
     sizes = (positions, cols, pairs.shape[2], factors.stride(0), factors.stride(1))
 
     def measure(begin: int, end: int) -> None:
@@ -311,7 +303,7 @@ def many_squares(
     parts = torch.empty(len(grads), examples, dtype=torch.float64)
 
     def measure(grad: Tensor, scale: Tensor | None, into: Tensor) -> None:
-        vectors = _by_rows(grad.reshape(examples, -1))
+        vectors = by_rows(grad.reshape(examples, -1))
         factors = None if scale is None else scale.reshape(-1).contiguous()
         pointers = (vectors.data_ptr(), None if factors is None else factors.data_ptr(), into.data_ptr())
         loops.squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
