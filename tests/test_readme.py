@@ -12,14 +12,10 @@ import pytest
 
 from dpoptim.app.cli import command_line
 from tests.distributed.launch import torchrun
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def first_program(page: str) -> str:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +27,7 @@ def first_program(page: str) -> str:
     ],
 )
 def test_the_first_program_runs_as_pasted(page, shown, tmp_path):
-    program = first_program(page)
+    program, *_ = blocks(ROOT / page, "python")
     finished = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "Differentially private: epsilon = 3.0000 at delta = 1e-05" in finished.stdout
@@ -42,7 +38,7 @@ def test_the_first_program_runs_as_pasted(page, shown, tmp_path):
 @pytest.mark.slow
 def test_the_first_program_runs_in_two_processes(tmp_path):
     """Unchanged: on a CPU there is no device to choose. Both processes end with the same model."""
-    (tmp_path / "train.py").write_text(first_program("README.md"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
     finished = torchrun("train.py", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("Differentially private: epsilon = 3.0000 at delta = 1e-05") == 2
@@ -52,8 +48,7 @@ def test_the_first_program_runs_in_two_processes(tmp_path):
 
 
 def commands(page: Path) -> list[str]:
-    shell = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("dpoptim ") and "..." not in line]
 
 

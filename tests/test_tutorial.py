@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from dpoptim.app import Recipe, read_recipe
-from dpoptim.app.cli import main
+from tests.pages import run_page
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-PAGE = TUTORIAL.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    commands = 0
-    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
-        if language == "python":
-            exec(compile(text, str(TUTORIAL), "exec"), {})
-        elif language == "toml":
-            (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-        elif language == "sh":
-            for line in text.splitlines():
-                name, *arguments = shlex.split(line)
-                assert name == "dpoptim"
-                assert main(arguments) == 0, capsys.readouterr().err
-                commands += 1
-    assert commands == 8
+    assert run_page(TUTORIAL) == 8
     printed = capsys.readouterr()
     assert "Differentially private: epsilon = 3.0000 at delta = 1e-05" in printed.out
     assert printed.out.count("outside the guarantee: True") == 11
@@ -46,7 +32,7 @@ def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_of_defaults_lists_real_settings():
-    table = PAGE.split("| setting | default |")[1].split("\n\n")[0]
+    table = TUTORIAL.read_text(encoding="utf-8").split("| setting | default |")[1].split("\n\n")[0]
     settings = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert len(settings) == 9
     assert set(settings) <= Recipe.__dataclass_fields__.keys()

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.run_directory import load_checkpoint
+from dpoptim.noise import NoiseKey
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
 TIMES = ("time", "seconds", "examples_per_second")
+
+
+def fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give runs one key and one run_id, which only tests may do."""
+    monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
+    monkeypatch.setattr(os, "urandom", bytes)
 
 
 COLUMNS = {name: {"center": 0, "scale": 1} for name in "abc"}

@@ -11,6 +11,7 @@ from dpoptim.app import Recipe
 from dpoptim.app.comparison.request import Request, name_of_setting, read_request
 from dpoptim.app.recipes.recipe import VARIANTS
 from tests.app.comparisons import recipe_for
+from tests.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,12 +173,11 @@ def test_example_recipe_is_valid():
 
 
 def test_recipes_in_the_documentation_are_valid(tmp_path):
-    text = (ROOT / "docs" / "compare.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```toml\n")[1:]]
-    assert blocks
-    for block in blocks:
+    recipes = blocks(ROOT / "docs" / "compare.md", "toml")
+    assert recipes
+    for recipe in recipes:
         path = tmp_path / "recipe.toml"
-        path.write_text(block)
+        path.write_text(recipe)
         assert isinstance(read_request(path).recipe, Recipe)
     assert doctest.testfile(str(ROOT / "docs" / "compare.md"), module_relative=False) == (0, 4)
 

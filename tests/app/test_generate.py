@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.synthetic.rows import Rows
 from dpoptim.app.synthetic.sampling import Sampler, draw, uniforms
 from tests.app import tiny
+from tests.app.runs import StopAfter
 
 TEMPLATE = "A {label} review:"
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 4}
@@ -183,18 +183,6 @@ def test_public_weights_change_the_numbers():
     assert Counter(places[:40]) == {0: 30, 1: 10}, "at any length"
 
 
-class CtrlC(ProgressReporter):
-    """Presses Ctrl-C after a number of rows."""
-
-    def __init__(self, row: int) -> None:
-        super().__init__()
-        self._at = row
-
-    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-        if step >= self._at:
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_an_interrupted_file_continues_exactly(runs, tmp_path):
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     for seed in (0, 1):
@@ -203,7 +191,7 @@ def test_an_interrupted_file_continues_exactly(runs, tmp_path):
     generate(runs / "labels", whole, by="label", num=11, **SHORT)
     assert read(whole) == read(tmp_path / "0.jsonl"), "deterministic"
     with pytest.raises(KeyboardInterrupt):
-        generate(runs / "labels", cut, by="label", num=11, progress=CtrlC(8), **SHORT)
+        generate(runs / "labels", cut, by="label", num=11, progress=StopAfter(8), **SHORT)
     assert len(read(cut)) == 8
     content = cut.read_bytes()
     for end in (len(content), content.index(b"\n") + 9, 3, 0):  # between batches, in a line, in the first line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import transformers
 from dpoptim.app import Recipe, RunDirectory, resume, train
 from dpoptim.clipping import captured
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
-from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
 from tests.app import tiny
-from tests.app.runs import WORDS, CrashAfter, log_of
+from tests.app.runs import WORDS, CrashAfter, fixed_keys, log_of
 
 pytestmark = pytest.mark.gpu
 LONG = 256
@@ -118,8 +116,7 @@ class NotPrivateLosses(transformers.TrainerCallback):
 @pytest.mark.parametrize("task", ["masked-lm", "causal-lm", "text-classification"])
 def test_private_trainer_captures_graphs(task, tmp_path, monkeypatch):
     """Texts of many lengths run as graphs, train the model, and end at the same bits as without graphs."""
-    monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
-    monkeypatch.setattr(os, "urandom", bytes)
+    fixed_keys(monkeypatch)
     privacy = PrivacyArguments(noise_multiplier=0.01, clip_norm=1.0, delta=1e-3, debug_loss=True)
     ends, losses = [], NotPrivateLosses()
     for captures in (True, False):

@@ -30,6 +30,7 @@ from tests.app.runs import (
     CrashAfter,
     StopAfter,
     copy_run,
+    fixed_keys,
     log_of,
     parameters_at,
     rows_recipe,
@@ -39,16 +40,6 @@ from tests.app.runs import (
     write_texts,
 )
 from tests.clipping.tape import never_capture, tape_graphs
-
-
-class FixedKeys:
-    """Two runs with one key and one run_id, which only a test may have."""
-
-    def __init__(self, monkeypatch) -> None:
-        from dpoptim.noise import NoiseKey
-
-        monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
-        monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
 
 
 class Messages(ProgressReporter):
@@ -63,8 +54,8 @@ class Messages(ProgressReporter):
 
 
 @pytest.fixture
-def one_key(monkeypatch) -> FixedKeys:
-    return FixedKeys(monkeypatch)
+def one_key(monkeypatch):
+    fixed_keys(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -377,16 +368,6 @@ def test_missing_or_changed_files_are_named(tmp_path):
     (tmp_path / "rows.csv").write_text("a,b,c,label\n1,2,3,yes\n1,2,4,no\n")
     with pytest.raises(ValueError, match="training records"):
         resume(tmp_path / "run")
-
-
-def test_key_is_only_in_its_own_file(trained_run):
-    secret = RunDirectory(trained_run).key_file.read_bytes()
-    others = [path for path in trained_run.rglob("*") if path.is_file()]
-    assert len(others) >= 7
-    for path in others:
-        content = path.read_bytes()
-        assert secret not in content
-        assert secret.hex().encode() not in content
 
 
 def test_ctrl_c_at_any_moment_saves_the_last_step(tmp_path, monkeypatch):

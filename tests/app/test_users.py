@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dpoptim.app.cli import main
 from dpoptim.app.data.records import read_records
 from dpoptim.app.runs.setup import prepare_run, records_of
 from dpoptim.integrations.losses import Task
-from tests.app.runs import StopAfter, parameters_at, rows_recipe, same
+from tests.app.runs import StopAfter, fixed_keys, parameters_at, rows_recipe, same
 
 USERS = 40
 
@@ -67,10 +66,7 @@ def test_a_run_counts_users_and_holds_out_whole_users(tmp_path):
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path, monkeypatch):
-    from dpoptim.noise import NoiseKey
-
-    monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
-    monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
+    fixed_keys(monkeypatch)
     recipe = recipe_of(tmp_path, sampling="poisson", micro_batch_size=7)
     train(recipe, tmp_path / "whole")
     train(recipe, tmp_path / "parts", progress=StopAfter(13))

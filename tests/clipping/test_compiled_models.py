@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import dpoptim
 from dpoptim.clipping import check_example_independence
-from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine
+from tests.clipping.test_calls import attached
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +35,6 @@ def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def attached(model: nn.Module) -> ClippedSums:
-    sums = ClippedSums(model, clip_norm=1.0)
-    sums.engine.attach()
-    return sums
 
 
 def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") -> Callable[[Tensor], Tensor]:

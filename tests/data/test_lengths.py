@@ -128,21 +128,6 @@ def test_parts_of_a_step_are_its_examples_with_the_right_tickets(sampling, worke
         assert LENGTHS[flat].tolist() == sorted(LENGTHS[flat])
 
 
-def test_empty_samples_are_still_placeholders():
-    plan = tokens_plan(Poisson(), batch_size=1, steps=40)
-    empty = 0
-    for batch in private_loader(DATA, plan, **RUN, lengths=LENGTHS, micro_batch_tokens=64):
-        ticket = take(plan, None)
-        assert ticket is not None
-        assert ticket.is_placeholder == (not drawn(plan, ticket.step))
-        if ticket.is_placeholder:
-            empty += 1
-            assert batch.tolist() == [0]
-            assert ticket.opens_batch
-            assert ticket.closes_batch
-    assert empty > 5
-
-
 def test_resuming_gives_the_same_parts():
     def parts(**changes):
         plan = tokens_plan(Poisson())

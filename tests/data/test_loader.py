@@ -72,13 +72,14 @@ def test_collates_tuples_and_takes_a_collate_function():
     assert doubled == [2 * i for i in drawn(plan, 0)]
 
 
-def test_empty_samples_yield_a_marked_placeholder():
+@pytest.mark.parametrize("loading", [{}, {"lengths": range(1, 51), "micro_batch_tokens": 64}])
+def test_empty_samples_yield_a_marked_placeholder(loading):
     plan = make_plan(count=50, size=1, steps=60, sampling=Poisson())
     empty = 0
-    for step, batch in enumerate(private_loader(Numbers(50), plan, **RUN)):
+    for batch in private_loader(Numbers(50), plan, **RUN, **loading):
         ticket = take(plan, None)
         assert ticket is not None
-        assert ticket.is_placeholder == (not drawn(plan, step))
+        assert ticket.is_placeholder == (not drawn(plan, ticket.step))
         if ticket.is_placeholder:
             empty += 1
             assert batch.tolist() == [0]

@@ -21,7 +21,7 @@ import torch
 import torch._dynamo
 
 from dpoptim.app.cli.main import main
-from tests.app.test_resume import FixedKeys
+from tests.app.runs import fixed_keys
 
 LONGEST = 300  # seconds
 
@@ -52,7 +52,7 @@ def _run(command: list[str], printed: Path, environment: dict[str, str], one_key
         os.dup2(handle, 2)
         os.environ.update(environment)
         if one_key:
-            FixedKeys(pytest.MonkeyPatch())
+            fixed_keys(pytest.MonkeyPatch())
         status = main(command)
     except BaseException:
         traceback.print_exc()

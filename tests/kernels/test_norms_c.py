@@ -8,6 +8,7 @@ import torch
 from dpoptim.clipping.gradient_factors import OuterProduct, RowUpdates
 from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms, norms_c
+from tests.torch_settings import default_dtype, threads
 
 pytestmark = pytest.mark.skipif(norms_c._loops() is None, reason="needs a compiler")
 SIZES = [(3, 2, 8, 8), (3, 5, 1000, 37), (2, 19, 523, 128), (1, 3, 7, 5), (4, 2, 1, 64), (2, 130, 65, 40)]
@@ -77,14 +78,10 @@ def test_factors_with_padding_and_other_strides():
 
 def test_the_number_of_threads_changes_nothing():
     left, right, scale = drawn(3, 4, 3000, 24)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 3):
+        with threads(count):
             found.append(found_by_loop(left, right, scale))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(*found)
 
 
@@ -92,13 +89,9 @@ def test_the_default_dtype_changes_nothing():
     """Memory that the loop fills with float32 must not be allocated as bfloat16."""
     left, right, scale = drawn(3, 5, 100, 37)
     expected = found_by_loop(left, right, scale)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
+    with default_dtype(torch.bfloat16):
         assert norms_c._loops.__wrapped__() is not None
         assert torch.equal(found_by_loop(left, right, scale), expected)
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -146,9 +139,9 @@ def test_squares_of_a_tied_table(looked_up, monkeypatch):
     torch.testing.assert_close(own.measured(scale)[0], expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_squares_of_many(threads, scaled):
+def test_squares_of_many(count, scaled):
     generator, shapes = torch.Generator().manual_seed(0), [(4, 3), (), (5000,), (64, 64), (1, 17), (0, 3)]
     grads = [torch.randn(3, *shape, generator=generator) for shape in shapes]
     scales = [torch.rand(shape, generator=generator) + 0.1 if scaled else torch.ones(shape) for shape in shapes]
@@ -158,12 +151,8 @@ def test_squares_of_many(threads, scaled):
         (grad.double() * scale.double()).square().flatten(1).sum(1) if grad.ndim > 1 else (grad * scale).double() ** 2
         for grad, scale in zip(grads, scales, strict=True)
     )
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with threads(count):
         found = norms_c.many_squares(grads, given)
-    finally:
-        torch.set_num_threads(before)
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert torch.equal(norms.many_squares(grads, given), found)

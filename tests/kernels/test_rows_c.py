@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpoptim.kernels import norms, rows_c
+from tests.torch_settings import default_dtype, threads
 
 pytestmark = pytest.mark.skipif(rows_c._loops() is None, reason="needs a compiler")
 SIZES = [(3, 5, 4, 70), (1, 1, 1, 1), (4, 40, 7, 64), (2, 9, 300, 33), (5, 3, 2, 200)]  # look-ups of all sizes repeat
@@ -111,13 +112,10 @@ def test_a_non_finite_example_does_not_affect_others(bad):
 
 def test_the_number_of_threads_changes_nothing(monkeypatch):
     monkeypatch.setattr(rows_c, "_TOGETHER", 1)
-    drawn, before, results = Drawn(7, 5, 9, 200), torch.get_num_threads(), []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    drawn, results = Drawn(7, 5, 9, 200), []
+    for count in (1, 3):
+        with threads(count):
             results.append(drawn.found(drawn.scale))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(one, many) for one, many in zip(*results, strict=True))
 
 
@@ -154,9 +152,5 @@ def test_small_work_and_other_dtypes_use_the_plain_functions(monkeypatch):
 
 
 def test_the_default_dtype_changes_nothing():
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
+    with default_dtype(torch.bfloat16):
         assert rows_c._loops.__wrapped__() is not None
-    finally:
-        torch.set_default_dtype(before)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dpoptim.kernels import threads
+from tests import torch_settings
 
 
 @pytest.fixture(params=["torch's", "new"], autouse=True)
@@ -19,10 +20,8 @@ def three_threads(request, monkeypatch):
         monkeypatch.setattr(threads, "_on_torch_threads", lambda: None)
     elif threads._on_torch_threads() is None:
         pytest.skip("needs GNU's OpenMP")
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with torch_settings.threads(3):
+        yield
 
 
 def test_each_job_runs_once():

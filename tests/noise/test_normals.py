@@ -17,6 +17,7 @@ from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SCRA
 from dpoptim.noise import NoiseKey, keystream, uniform_words, words
 from dpoptim.noise.normals import _CHUNK
 from tests.noise.explicit import normals
+from tests.torch_settings import threads
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 SUBKEY = bytes(range(32))
@@ -110,14 +111,10 @@ def test_splits_over_ranks_have_the_bits_of_the_whole(parts: int) -> None:
 
 
 def test_threads_do_not_change_the_bits() -> None:
-    total, before = 5 * _CHUNK + 7, torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    total, results = 5 * _CHUNK + 7, []
+    for count in (1, 2, 5):
+        with threads(count):
             results.append(draw(total))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -163,7 +160,7 @@ def test_golden_bits() -> None:
     assert bits == GOLDEN
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "digest"),
     [
@@ -171,13 +168,9 @@ def test_golden_bits() -> None:
         (torch.float32, "93d0db359bfc2dff971b9d092bb700cb6671f39aa316a72822f29b00b8f4602e"),
     ],
 )
-def test_golden_digest_of_a_long_vector(dtype: torch.dtype, digest: str, threads: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+def test_golden_digest_of_a_long_vector(dtype: torch.dtype, digest: str, count: int) -> None:
+    with threads(count):
         made = normals(KEY, stream="gradient", name="weight", step=7, start=5, count=300_003, dtype=dtype)
-    finally:
-        torch.set_num_threads(before)
     little_endian = made.numpy().astype(made.numpy().dtype.newbyteorder("<"))
     assert sha256(little_endian.tobytes()).hexdigest() == digest
 

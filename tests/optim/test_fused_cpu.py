@@ -8,14 +8,7 @@ from torch import nn
 
 import dpoptim
 from dpoptim.optim import fused
-
-KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
-PLAN = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=20, clip_norm=0.8, noise_multiplier=0.5)
-RULES = {
-    "adam": dpoptim.Adam(),
-    "adam with decay": dpoptim.Adam(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3),
-    "adamw": dpoptim.AdamW(weight_decay=0.1),
-}
+from tests.optim.test_fused import KEY, PLAN, RULES
 
 
 def trained(variant, rule, dtype):

@@ -148,7 +148,10 @@ def test_missing_numbers_are_named_in_errors():
     ("changes", "match"),
     [
         ({"adjacency": Adjacency.ADD_REMOVE}, "moves others to different steps"),
-        ({"sampling": Poisson(), "noise": BandedToeplitz(bands=4)}, "needs cyclic sampling"),
+        (
+            {"sampling": Poisson(), "noise": BandedToeplitz(bands=4)},
+            r"needs cyclic .* Use sampling=CyclicPoisson\(bands=",
+        ),
         ({"sampling": Poisson(), "noise": SquareRoot()}, "no proof"),
         ({"sampling": Poisson(max_batch_size=120), "adjacency": Adjacency.ADD_REMOVE}, "Truncated"),
         ({"sampling": Poisson(max_batch_size=120), "release": IndependentMoments()}, "truncated"),

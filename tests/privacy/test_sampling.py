@@ -9,12 +9,12 @@ import pytest
 from scipy.stats import binom, chisquare
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
+from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 
 
-@pytest.mark.parametrize("sampling", [Shuffled(), Poisson(), Poisson(max_batch_size=3)])
+@pytest.mark.parametrize("sampling", [Shuffled(), Poisson(), Poisson(max_batch_size=3), CyclicPoisson(bands=4)])
 def test_draws_are_a_pure_function_of_key_and_step(sampling):
     assert isinstance(sampling, Sampling)
     first = [sampling.indices(KEY, t, num_examples=50, batch_size=5) for t in range(30)]

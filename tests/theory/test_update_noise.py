@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import dpoptim
-from dpoptim.noise import ToeplitzStrategy
 from dpoptim.theory import update_noise
 from dpoptim.theory.second_moments import moment_weights, negative_probability
-
-RUNS = 100_000
-STRATEGIES = {
-    "independent": dpoptim.Independent().optimize(steps=40),
-    "square root": dpoptim.SquareRoot().optimize(steps=40),
-    "banded": ToeplitzStrategy(steps=40, strategy_coefs=(1.0, 0.5, 0.3)),
-}
+from tests.theory.test_second_moments import RUNS, STRATEGIES
 
 
 def moments(noise: np.ndarray, beta1: float, beta2: float) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,7 @@ from dpoptim import (
 )
 from dpoptim.app.audit import Game, PlanAudit, audit_loop
 from tests.app.audit.test_plan_audit import failures, weaker
+from tests.pages import blocks
 
 EXAMPLES = 400
 MODEL = "gradients of the model"
@@ -231,11 +232,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
 
 
 def test_the_example_on_the_page_runs(capsys):
-    (text,) = [
-        part
-        for part in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-        if "def train" in part
-    ]
+    (text,) = [part for part in blocks(PAGE, "python") if "def train" in part]
     given = {"dataset": DATA, "make_model": network, "plan": plan_of(), "cross_entropy": cross_entropy}
     exec(compile(text, str(PAGE), "exec"), given)
     assert re.fullmatch(

@@ -84,12 +84,6 @@ def test_claim_in_the_plan_file_is_checked(tmp_path, capsys):
     assert "FAILED  epsilon follows from the plan: claimed 3.0000" in capsys.readouterr().out
 
 
-def test_checks_that_need_a_missing_key_are_skipped(trained_run, tmp_path, capsys):
-    copy_run(trained_run, tmp_path / "run").key_file.unlink()
-    assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 0
-    assert "nothing contradicts the claim; 1 not checked" in capsys.readouterr().out
-
-
 def test_contradicted_claim_exits_with_status_1(monkeypatch, capsys):
     """As if the accountant returned a tenth of what is spent."""
     whole = PrivacyPlan.epsilon

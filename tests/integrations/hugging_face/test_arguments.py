@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dpoptim.integrations.hugging_face import PrivacyArguments
 from dpoptim.integrations.hugging_face.arguments import optimizer_for, plan_for
 from dpoptim.integrations.named_settings import CLIP_NORM
 from tests.integrations.hugging_face.cases import TEXTS, WORDS, classifier, masked_model, training_args
+from tests.pages import blocks
 
 PAGE = Path(__file__).parents[3] / "docs" / "hugging-face.md"
 
@@ -98,12 +98,12 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     rows = [WORDS(text) for text in TEXTS]
     names: dict[str, Any] = {"model": masked_model(), "tokenizer": WORDS, "dataset": rows}
     names["held_out"] = [WORDS("the fox " * number) for number in (2, 3)]
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) == 5
+    programs = blocks(PAGE, "python")
+    assert len(programs) == 5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for block in blocks:
-            exec(block, names)
+        for program in programs:
+            exec(program, names)
     assert names["plan"].steps == 4
     assert len(list((tmp_path / "out.secret").glob("*.key"))) == 1
     assert not list((tmp_path / "out").rglob("*.key"))

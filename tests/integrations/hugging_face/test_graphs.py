@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer, trainer
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes
-from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
+from tests.app.runs import fixed_keys
 from tests.clipping.tape import never_capture, tape_graphs
 from tests.integrations.hugging_face.cases import (
     PIECES,
@@ -86,8 +85,7 @@ def test_a_run_with_graphs_resumes_without_them(kind, tmp_path):
 
 def test_graphs_train_as_a_plain_backward_does(tmp_path, monkeypatch):
     """Up to rounding: the plain backward has no padding rows."""
-    monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
-    monkeypatch.setattr(os, "urandom", bytes)
+    fixed_keys(monkeypatch)
     plain = trained(tmp_path / "plain", "causal-lm", privacy=DP_SGD, learning_rate=1.0)
     assert plain._captured.graphs == 0
     replays = tape_graphs(monkeypatch)

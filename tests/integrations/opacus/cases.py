@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpoptim.integrations.opacus import PrivateTraining, make_private, make_private_with_epsilon
 
 DELTA = 1e-5
+EXPECTED_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
+    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
+)  # fmt: skip
 
 
 class Convolutions(nn.Module):

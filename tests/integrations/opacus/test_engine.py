@@ -21,17 +21,14 @@ from dpoptim.integrations.opacus import (
     PrivateTraining,
     make_private,
 )
-from tests.integrations.opacus.cases import DELTA, convolutions, images, of_linear, one_epoch
+from tests.integrations.opacus.cases import DELTA, EXPECTED_WARNINGS, convolutions, images, of_linear, one_epoch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
-    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
-)  # fmt: skip
+pytestmark = EXPECTED_WARNINGS
 
 
 @pytest.mark.parametrize(("examples", "drop_last"), [(50, False), (50, True), (48, False), (5, False)])
 def test_rate_and_divisor_follow_the_rule_of_opacus(examples, drop_last):
-    private = of_linear(examples, data_loader=lambda d: DataLoader(d, batch_size=8, drop_last=drop_last and True))
+    private = of_linear(examples, data_loader=lambda d: DataLoader(d, batch_size=8, drop_last=drop_last))
     batches = examples // 8 if drop_last else math.ceil(examples / 8)
     assert len(private.data_loader) == batches
     assert private.data_loader.sample_rate == 1 / batches

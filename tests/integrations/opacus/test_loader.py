@@ -18,12 +18,9 @@ from dpoptim.integrations.opacus import (
     PrivacyEngine,
     make_private,
 )
-from tests.integrations.opacus.cases import DELTA, convolutions, images, of_linear, one_epoch
+from tests.integrations.opacus.cases import DELTA, EXPECTED_WARNINGS, convolutions, images, of_linear, one_epoch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
-    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
-)  # fmt: skip
+pytestmark = EXPECTED_WARNINGS
 
 
 def test_every_example_is_drawn_at_the_sampling_rate():

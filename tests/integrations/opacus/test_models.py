@@ -18,11 +18,9 @@ from dpoptim.integrations.opacus import (
     PrivateTraining,
     make_private,
 )
+from tests.integrations.opacus.cases import EXPECTED_WARNINGS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
-    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
-)  # fmt: skip
+pytestmark = EXPECTED_WARNINGS
 
 
 def test_layers_are_replaced_as_in_opacus():

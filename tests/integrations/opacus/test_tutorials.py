@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
-    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
-)  # fmt: skip
+from tests.integrations.opacus.cases import EXPECTED_WARNINGS
+from tests.pages import blocks
+
+pytestmark = EXPECTED_WARNINGS
 
 
 OURS = dict.fromkeys(("engine", "memory", "validators", "layers"), "dpoptim.integrations.opacus")
@@ -209,14 +208,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "from-opacus.md"
 
 @pytest.mark.slow
 def test_the_code_of_the_page_runs():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(blocks) >= 4
+    programs = blocks(PAGE, "python")
+    assert len(programs) >= 4
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for block in blocks:
-            if "import opacus" not in block or importlib.util.find_spec("opacus"):
-                exec(block, names)
+        for program in programs:
+            if "import opacus" not in program or importlib.util.find_spec("opacus"):
+                exec(program, names)
     assert names["epsilon"] > 0
 
 
