@@ -20,9 +20,7 @@ from typing import Any
 
 from cases import Case, masked_lm
 from options import PICTURES, add_device, add_json, at_least, one_line_errors, output_file, report, require_packages
-from record import heading, read_as, save, setting
-from rich.console import Console
-from rich.table import Table
+from record import bullets, heading, markdown_table, page, read_as, save, setting
 from steps import timed
 
 WAYS = ("off", "scaled")
@@ -125,41 +123,26 @@ def steepest(sizes: list[int], times: list[float]) -> tuple[float, str]:
     return max(steps, default=(math.nan, "-"))
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    table = Table(title="Growth of the time of a step", caption=heading(record))
-    for title in (
-        "axis",
-        "method",
-        "sizes",
-        "times, ms",
-        "exponent",
-        "time growth / size growth",
-        "scaled/off",
-        "memory",
-    ):
-        table.add_column(title)
-    worst = (-math.inf, "")
+def shown(record: dict[str, Any]) -> str:
+    titles = ["axis", "method", "sizes", "times, ms", "exponent", "time growth / size growth", "scaled/off", "memory"]
+    rows, worst = [], (-math.inf, "")
     for axis, points in record["axes"].items():
         for way in WAYS:
             sizes, times = curve(points, way)
             most, where = steepest(sizes, times)
             worst = max(worst, (most, f"{way}, {LABELS[axis]}, {where}"))
-            table.add_row(
-                LABELS[axis],
-                way,
-                f"{sizes[0]} to {sizes[-1]}" if sizes else "-",
-                " ".join(f"{p[way]['ms']:.1f}" if "ms" in p[way] else p[way]["error"] for p in points),
-                f"{exponent(sizes, times):.2f}",
-                f"at most {most:.2f}, {where}",
-                span(prices(points)) if way == "scaled" else "",
-                span(prices(points, "gb")) if way == "scaled" else "",
-            )
-    console.print(table)
-    console.print(f"Steepest: time grows {worst[0]:.2f} times as fast as size ({worst[1]}).", highlight=False)
+            range_of_sizes = f"{sizes[0]} to {sizes[-1]}" if sizes else "-"
+            shown_times = " ".join(f"{p[way]['ms']:.1f}" if "ms" in p[way] else p[way]["error"] for p in points)
+            found = [f"{exponent(sizes, times):.2f}", f"at most {most:.2f}, {where}"]
+            both = [span(prices(points)), span(prices(points, "gb"))] if way == "scaled" else ["", ""]
+            rows.append([LABELS[axis], way, range_of_sizes, shown_times, *found, *both])
     spread = base_point_spread(record)
-    console.print(f"Times of the base point differ by a factor of up to {spread:.2f}.", highlight=False)
-    if spread > QUIET:
-        console.print("[red]The machine was busy, so the exponents are unreliable. Measure again.")
+    lines = [
+        f"Steepest: time grows {worst[0]:.2f} times as fast as size ({worst[1]}).",
+        f"Times of the base point differ by a factor of up to {spread:.2f}.",
+        *(["The machine was busy, so the exponents are unreliable. Measure again."] if spread > QUIET else []),
+    ]
+    return page("Growth of the time of a step", heading(record), markdown_table(titles, rows), bullets(lines))
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -216,7 +199,6 @@ def main() -> int:
     if options.plot:
         require_packages(parser, "matplotlib")
     warnings.simplefilter("ignore")
-    console = Console(width=None if Console().is_terminal else 200)
     if options.earlier:
         with one_line_errors(parser):
             record = read_as(options.earlier, "growth.py", "base", "axes")
@@ -227,7 +209,7 @@ def main() -> int:
             record["axes"][axis] = points_of(options.device, axis, options.repeats)
             if options.json:
                 save(record, options.json)
-    show(record, console)
+    print(shown(record))
     if not any("ms" in point[way] for points in record["axes"].values() for point in points for way in WAYS):
         report("No method ran; the table shows the errors.")
         return 1

@@ -1,4 +1,4 @@
-"""Measurements with their setting: written as JSON, read again, and shown as a table or markdown."""
+"""Measurements with their setting: written as JSON, read again, and shown as markdown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from options import one_line_errors, require_packages
-from rich.console import Console
-from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script's path lacks the folder of `experiments`
 
@@ -161,18 +159,6 @@ def table_of(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         given = [f"{c['ratios'][name]:.2f}" if name in c["ratios"] else "-" for name in compared]
         rows.append([spelled(c["name"]), *times, *given])
     return ["case", *(f"{way}, ms" for way in ways), *compared], rows
-
-
-def show(record: dict[str, Any], console: Console) -> None:
-    titles, rows = table_of(record)
-    table = Table(title="Time of a training step", caption=heading(record), show_lines=len(rows) > 1)
-    for title in titles:
-        table.add_column(title, justify="left" if title == "case" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for line in notes(record):
-        console.print(f"- {line}", markup=False, highlight=False)
 
 
 def page(title: str, *parts: str) -> str:

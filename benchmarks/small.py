@@ -38,14 +38,13 @@ from record import (
     heading,
     markdown_table,
     page,
+    publish,
     ratios,
     read,
     save,
     setting,
     spelled,
 )
-from rich.console import Console
-from rich.table import Table
 from steps import measured
 
 from dpoptim.kernels.freed_memory import keep_freed_memory
@@ -137,19 +136,6 @@ def markdown(record: dict[str, Any]) -> str:
     return page("A small step on the CPU", f"{heading(record)}. {made}", table, bullets(notes(record)))
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    case = record["cases"][0]
-    table = Table(title=f"{case['name']}: ratios of step times, medians of {record['repeats']} rounds")
-    for title in titles_of(record):
-        table.add_column(title, justify="left" if title == "ratio" else "right", no_wrap=title == "ratio")
-    colours = {"MISSED": "[red]MISSED", "ok": "[green]ok"}
-    for row in rows_of(record):
-        table.add_row(*(colours.get(cell, cell) for cell in row))
-    console.print(table)
-    for line in (heading(record), *notes(record)):
-        console.print(line, highlight=False, markup=False)
-
-
 def main() -> int:
     keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,11 +160,9 @@ def main() -> int:
             print(json.dumps(found[options.job]))
             return 0
         record = measure(options.repeats, options.commit, options.separate)
-    show(record, Console())
     if options.json:
         save(record, options.json)
-    if options.write:
-        options.write.write_text(markdown(record))
+    publish(options, markdown(record))
     return int(any("MISSED" in row for row in rows_of(record)))
 
 

@@ -45,8 +45,7 @@ from options import (
     require_packages,
     with_pip,
 )
-from record import PEERS, WAYS, Found, markdown, ratios, read, save, setting, show
-from rich.console import Console
+from record import PEERS, WAYS, Found, markdown, publish, ratios, read, save, setting
 from timing import milliseconds
 from torch import Tensor, nn
 
@@ -249,7 +248,6 @@ def main() -> int:
     if set(ways) & set(PEERS) and not options.earlier and missing_packages(["opacus"]):
         parser.error("Opacus is not installed; run: pip install opacus")
     warnings.simplefilter("ignore")
-    console = Console(width=None if Console().is_terminal else 200)
     if options.earlier:
         with one_line_errors(parser):
             record, chosen = read(options.earlier), []
@@ -266,9 +264,7 @@ def main() -> int:
         record["cases"].append({**about, "ways": found, "ratios": ratios(found)})
         if options.json:
             save(record, options.json)
-    show(record, console)
-    if options.write:
-        options.write.write_text(markdown(record))
+    publish(options, markdown(record))
     return 0 if ran(record) else 1
 
 

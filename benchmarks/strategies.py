@@ -23,9 +23,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ONE = {"max_participations": 1, "min_separation": 1}
 THREE = {"max_participations": 3, "min_separation": 128}
 
@@ -146,8 +143,8 @@ def main() -> None:
         run_job(sys.argv[2])
         return
     # Imported late, because they would add to the memory of a job.
-    from options import add_write
-    from record import heading, markdown_table, page, setting
+    from options import add_write, report
+    from record import heading, markdown_table, page, publish, setting
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="include jax-privacy's longest search")
@@ -160,25 +157,16 @@ def main() -> None:
     has_jax = importlib.util.find_spec("jax_privacy") is not None
     titles = ["search", "wall, s", "CPU, s", "peak, GB", "mean", "max"]
     titles += [f"jax-privacy {title}" for title in titles[1:]] if has_jax else []
-    table, rows = Table(box=None), []
-    for title in titles:
-        table.add_column(title, justify="left" if title == "search" else "right")
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    with console.status("...") as status:
-        for name, spec, steps, pattern, peer in chosen:
-            status.update(f"{name}: dpoptim")
-            row = [name, *cells(in_new_process("ours", spec, steps, pattern))]
-            if has_jax:
-                status.update(f"{name}: jax-privacy")
-                skipped = peer is None or (peer in LONG and not options.all)
-                row += cells(None if skipped else in_new_process("theirs", str(peer), steps, pattern))
-            table.add_row(*row)
-            rows.append(row)
-    console.print(table)
-    if options.write:
-        record = setting("cpu", packages=("numpy", "scipy", "torch", "jax", "jax-privacy"))
-        about = f"{heading(record)}. Measured by `python benchmarks/strategies.py`; its docstring explains the columns."
-        options.write.write_text(page("Searches for strategies", about, markdown_table(titles, rows)))
+    rows = []
+    for name, spec, steps, pattern, peer in chosen:
+        report(f"{name}: dpoptim{' and jax-privacy' if has_jax else ''}")
+        rows.append([name, *cells(in_new_process("ours", spec, steps, pattern))])
+        if has_jax:
+            skipped = peer is None or (peer in LONG and not options.all)
+            rows[-1] += cells(None if skipped else in_new_process("theirs", str(peer), steps, pattern))
+    record = setting("cpu", packages=("numpy", "scipy", "torch", "jax", "jax-privacy"))
+    about = f"{heading(record)}. Measured by `python benchmarks/strategies.py`; its docstring explains the columns."
+    publish(options, page("Searches for strategies", about, markdown_table(titles, rows)))
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ from options import (
     require_packages,
     with_pip,
 )
-from record import Found, bullets, heading, markdown_table, page, read_as, save, setting, spelled
-from rich.console import Console
-from rich.table import Table
+from record import Found, bullets, heading, markdown_table, page, publish, read_as, save, setting, spelled
 from steps import first_words, peaks, ran, timed
 from torch import nn
 
@@ -487,18 +485,6 @@ def notes(record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def show(record: dict[str, Any], console: Console, *, profile: bool) -> None:
-    for title, titles, rows in [*tables_of(record), *(host_tables(record) if profile else [])]:
-        table = Table(title=title, show_lines="case" in titles and len(rows) > 1)
-        for column in titles:
-            table.add_column(column, justify="left" if column in ("case", "where") else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for line in (heading(record), *notes(record)):
-        console.print(line, markup=False, highlight=False)
-
-
 def markdown(record: dict[str, Any]) -> str:
     made = "Measured by `python benchmarks/trainer.py`; its docstring explains the columns."
     tables = [*tables_of(record), *host_tables(record)]
@@ -537,7 +523,7 @@ def main() -> int:
         metavar="N",
         help="timed steps, or blocks of steps of a trainer (default: 20)",
     )
-    parser.add_argument("--profile", action="store_true", help="also profile PrivateTrainer, and show the profiles")
+    parser.add_argument("--profile", action="store_true", help="also profile PrivateTrainer")
     parser.add_argument("--append", action="store_true", help="keep the other cases of the --json file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     add_json(parser)
@@ -581,9 +567,7 @@ def main() -> int:
         record["cases"] = sorted([*others, new], key=lambda done: order.index(done["name"]))
         if options.json:
             save(record, options.json)
-    show(record, Console(width=None if Console().is_terminal else 200), profile=options.profile)
-    if options.write:
-        options.write.write_text(markdown(record))
+    publish(options, markdown(record))
     return 0 if ran(record) else 1
 
 
