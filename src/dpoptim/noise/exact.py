@@ -15,7 +15,6 @@ until both ends round to the same number (Haney et al., 2022).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -117,16 +116,16 @@ class ExactStream(ConvolvedStream):
         self, name: str, place: int, step: int, coefs: Sequence[float], stddev: float, query: float, grid: float
     ) -> int:
         """Return round((query + stddev·Σ_i coefs[i]·z_{step-i})/grid) of one element, from as many bits as it takes."""
-        for depth in itertools.count(2):
+        depth, low, high = 2, 0, 1
+        while low < high:
             iv = MPIntervalContext()
             iv.prec = 64 * depth + 64
             total = iv.mpf(query)
             for lag, coef in enumerate(coefs):
                 total += iv.mpf(stddev) * iv.mpf(coef) * self._interval(iv, name, place, step - lag, depth)
-            low, high = (to_int(end, "f") for end in (total / iv.mpf(grid) + iv.mpf(0.5))._mpi_)
-            if low == high:
-                return int(low)
-        raise AssertionError("unreachable")
+            low, high = (int(to_int(end, "f")) for end in (total / iv.mpf(grid) + iv.mpf(0.5))._mpi_)
+            depth += 1
+        return low
 
     def _interval(self, iv: MPIntervalContext, name: str, place: int, step: int, depth: int) -> ivmpf:
         """Return an interval that holds the normal of which `depth` words per number are known."""
