@@ -336,17 +336,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_one_line(name, runs, trained_run, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_one_line(name, runs, trained_run, tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     run, flags, problem = MISTAKES[name]
     (tmp_path / "gap.jsonl").write_text('{"label": "animal", "x": 1}\n{"x": 2}\n')
     flags = [flag.replace("RUNS", str(runs)) for flag in flags]
     out = [] if "--out" in flags else ["--out", "a.jsonl"]
-    capsys.readouterr()
-    assert main(["generate", str(trained_run if run == "table" else runs / run), *out, *flags]) == 2
-    error = capsys.readouterr().err.strip()
-    assert problem in error
-    assert error.count("\n") == 0
+    assert problem in refusal("generate", str(trained_run if run == "table" else runs / run), *out, *flags)
     assert not list(tmp_path.glob("a*")), "nothing is written"
 
 

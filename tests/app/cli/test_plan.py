@@ -177,13 +177,9 @@ def test_plot_names_the_mechanisms(capsys, tmp_path):
         (["--plot", "plan.docx"], "must end in .png"),
     ],
 )
-def test_mistakes_print_one_line(capsys, tmp_path, monkeypatch, change, words):
+def test_mistakes_print_one_line(refusal, tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, *change]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
+    assert words in refusal(*SMALL, *change)
 
 
 @pytest.mark.parametrize(
