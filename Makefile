@@ -16,7 +16,7 @@ help:
 	@echo "make demo    fine-tune a small BERT on private text in five ways; about 50 s after set-up"
 	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
 	@echo "make test-all    every test that needs no GPU, including the slow ones"
-	@echo "make fuzz    random models, kills, damaged files, hostile names: about an hour; writes docs/reliability.md"
+	@echo "make fuzz    random models, kills, damaged files, hostile names: about 20 minutes; writes docs/reliability.md"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
 	@echo "make notebooks   execute docs/notebooks and store their outputs, in about a minute (ARGS=FILE for one of them)"
 	@echo "make lint    ruff: lint and format"

@@ -7,8 +7,8 @@
 
 Every row may choose among three learning rates; the table shows the best. "averaged" scores a moving average of the
 weights. The texts are those of the demonstration, 3,851 records in 100 steps of 384. The images are 3,000 of
-Fashion-MNIST for `small-cnn`, in as many steps of 300. All other settings are the defaults. Seeds change new weights and
-masks, and every run has its own noise. Rows of one seed begin with the same weights.
+Fashion-MNIST for `small-cnn`, in as many steps of 300. All other settings are the defaults. Seeds change new weights
+and masks, and every run has its own noise. Rows of one seed begin with the same weights.
 """
 
 from __future__ import annotations
