@@ -81,6 +81,11 @@ exact-noise-is-not-added: A plan with exact noise gets ordinary noise.
     - exact = self.plan.exact_noise and self.plan.is_private
     + exact = False
 
+exact-noise-on-float32-sums: A plan with exact noise clips and sums in float32.
+    in clipping/mechanism.py, found by optim/test_exact_noise.py -k made
+    - in_double=self.plan.exact_noise and self.plan.is_private
+    + in_double=False
+
 # sensitivity and sampling
 
 sensitivity-of-one-participation: A Toeplitz strategy's sensitivity counts one participation only.

@@ -92,7 +92,7 @@ def test_plans_say_so():
     assert "exact_noise" not in plan.replace(exact_noise=False).to_dict()
     text, ordinary = (" ".join(p.statement().split()) for p in (plan, plan.replace(exact_noise=False)))
     assert "real-valued noise, rounded to a grid" in text
-    assert "how their own rounding differs between neighbours is not covered" in text
+    assert "clipped and summed in float64. What rounding reveals there or in the model is not covered" in text
     assert "what floating-point rounding reveals is not covered" in ordinary
     assert plan.epsilon() == plan.replace(exact_noise=False).epsilon()
     with pytest.raises(ValueError, match="exact_noise"):
@@ -111,3 +111,23 @@ def test_automatic_noise_counts_the_rows_that_exact_noise_makes_again():
     assert kept
     assert all(one.normal_rows == 50.5 and one.memory_bytes == 0 for one in kept)
     assert found[True].chosen.normal_rows <= 16
+
+
+def test_examples_that_were_made_do_not_move_the_others():
+    """The clipped sums are in float64: in float32, the others would be rounded in the same direction."""
+    width, many = 1024, 1024
+    inputs = torch.full((2 * many, width), 32 / (many - 0.5))
+    inputs[0] = 1.0
+    inputs[many:] = 0.56 * 32 * 2.0**-23
+    plan = dpoptim.PrivacyPlan(
+        num_examples=2 * many, batch_size=2 * many, steps=1, noise_multiplier=1e-6, exact_noise=True
+    )
+    found = []
+    for rows in (inputs, inputs[1:]):
+        optimizer = dpoptim.dp_sgd(torch.nn.Linear(width, 1, bias=False), plan, 0.1, external_batches=True)
+        optimizer._model(rows).sum().backward()
+        optimizer.mechanism.close_physical_batch()
+        released = optimizer.mechanism.privatize().gradient["weight"]
+        assert released.dtype == torch.float32
+        found.append(released.double() * 2 * many)
+    assert float((found[0] - found[1]).norm()) == pytest.approx(1, abs=1e-3)

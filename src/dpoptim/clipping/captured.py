@@ -232,13 +232,13 @@ class _GraphWorkspace:
         device = next(iter(sums.parameters.values())).device
         self._clip_norm = torch.zeros((), dtype=torch.float64, device=device) if sums.is_adaptive else None
         self.memory = GraphMemory()
-        self._shared_sums = None if sums.saves_memory else FlatTensors(sums.parameters)
+        self._shared_sums = None if sums.saves_memory else sums.empty.unallocated()
         if self._shared_sums is not None:
             list(self._shared_sums.vectors)  # allocates them now, not while a graph is captured
 
     def new_sums(self) -> FlatTensors:
         """Return where a run writes its sums. Large models allocate them as the run frees memory."""
-        self._sums = self._shared_sums or FlatTensors(self._clipped.parameters)
+        self._sums = self._shared_sums or self._clipped.empty.unallocated()
         return self._sums
 
     def borrow_sums(self, results: Results | None) -> None:

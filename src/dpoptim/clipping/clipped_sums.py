@@ -63,6 +63,7 @@ class ClippedSums:
         shards: Shards | None = None,  # if the parameters are sharded: then sums are added up over the processes
         by_user: bool = False,  # clip the mean gradient of each user's rows
         rule: FixedClipNorm = FixedClipNorm(),  # noqa: B008
+        in_double: bool = False,  # measure and sum in float64, where rounding matters little
     ) -> None:
         check_clip_norm(clip_norm)
         self.clip_norm = clip_norm
@@ -81,8 +82,9 @@ class ClippedSums:
         self.by_user = by_user
         self.rows_of_users: Sequence[int] | None = None  # in the next physical batch, whose rows are in this order
         self.with_squares = squares
-        self._empty = FlatTensors(self.parameters)
-        self.saves_memory = len(self._empty.names) > 1  # at the cost of waiting for the device
+        self._in_double = in_double
+        self.empty = FlatTensors(self.parameters, dtype=torch.float64 if in_double else None)
+        self.saves_memory = len(self.empty.names) > 1  # at the cost of waiting for the device
         self.clear_sums()
         self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
@@ -130,8 +132,8 @@ class ClippedSums:
     def clear_sums(self) -> None:
         """Drop everything summed since the last `take`."""
         self._unsettled: Callable[[], None] | None = None
-        self._sums = _Accumulator(self._empty)
-        self._square_sums = _Accumulator(self._empty) if self.with_squares else None
+        self._sums = _Accumulator(self.empty)
+        self._square_sums = _Accumulator(self.empty) if self.with_squares else None
         self.norms: list[Tensor] = []
         self._clipped: list[Tensor] = []  # if adaptive: how many examples of each physical batch are clipped
 
@@ -139,6 +141,7 @@ class ClippedSums:
         counted = self.examples
         try:
             if batch.add_ready is None:
+                batch.gradients = self._precise(batch.gradients)
                 self._clip_and_sum(batch)
             else:
                 batch.add_ready()
@@ -146,6 +149,9 @@ class ClippedSums:
             self._forget()
             self.examples = counted  # the batch is then refused, because examples are missing
             raise
+
+    def _precise(self, gradients: Gradients) -> Gradients:
+        return {name: own.double() for name, own in gradients.items()} if self._in_double else gradients
 
     def _forget(self) -> None:
         """Drop everything accumulated in this step, including a batch that was being recomputed."""
@@ -236,7 +242,7 @@ class ClippedSums:
             for sums, squared in ((self._sums, False), (self._square_sums, True)):
                 if sums is not None:
                     totals = {name: _total(gradients, weights, squared=squared) for name, gradients in own.items()}
-                    for name, total in shards.added_up(names, totals, device=weights.device):
+                    for name, total in shards.added_up(names, totals, device=weights.device, double=self._in_double):
                         sums.add(name, total)
         if not self.skips_batch:
             self.examples += batch.examples
@@ -281,9 +287,10 @@ class ClippedSums:
 
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
+        batch.gradients = self._precise(batch.gradients)
         found, _ = self._clip(batch.gradients, scale, 1, clip_norm)
         self._remember_norm_methods(batch)
-        sums = _Accumulator(self._empty, into)
+        sums = _Accumulator(self.empty, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
         return found
@@ -329,7 +336,7 @@ class ClippedSums:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
         for j in rows:
             own_factor = factor[j] if isinstance(factor, Tensor) else factor
-            own = {name: gradients.example(j) for name, gradients in of.items()}
+            own = {name: gradients.example(j) for name, gradients in self._precise(of).items()}
             scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
             squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
             found = clip_weights(
@@ -348,12 +355,12 @@ def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None
     min_trusted_norms: list[Tensor] = []
     read = None if scale is None else scale.reader() if isinstance(scale, ComputedScale) else scale.__getitem__
     if dense:
-        scales = None if scale is None else [scale[name] for name in dense]
+        scales = None if scale is None else [scale[name].to(gradients[name].precision) for name in dense]
         squared.append(norms.many_squares(list(dense.values()), scales))
     for name, own in gradients.items():
         if name in dense:
             continue
-        more, trusted = own.measured(None if read is None else read(name))
+        more, trusted = own.measured(None if read is None else read(name).to(own.precision))
         squared.append(more)
         if trusted is not None:
             min_trusted_norms.append(trusted)

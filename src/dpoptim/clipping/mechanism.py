@@ -104,6 +104,7 @@ class PrivateMechanism:
             shards=self.shards,
             by_user=plan.unit == "user",
             rule=self.plan.clipping,
+            in_double=self.plan.exact_noise and self.plan.is_private,
         )
         self._set_clip_factor(1.0)
         self._sums.engine.attach()
@@ -365,7 +366,8 @@ class PrivateMechanism:
         self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         factor = self.clip_factor
         stddev = self._stddevs["gradient"] * factor * float(self._row_norms[self.step]) / self.plan.batch_size
-        released = Released(self.step, gradient=sums, square=square, noise_variance=stddev**2, clip_factor=factor)
+        square, found = None if square is None else square.rounded(), sums.rounded()
+        released = Released(self.step, gradient=found, square=square, noise_variance=stddev**2, clip_factor=factor)
         next_factor = self._next_clip_factor(clipped)
         self.step += 1  # before anything of the release can be seen
         self._last_processes = self._own_processes

@@ -7,7 +7,7 @@ outside `dpoptim.clipping` may import this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -89,12 +89,18 @@ class ParameterGradients:
 
     def select(self, keep: Tensor) -> ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""
+        return self._mapped(lambda part: part[keep])
+
+    def double(self) -> ParameterGradients:
+        """Return the same gradients, whose norms and sums are then computed in float64."""
+        own = self._mapped(lambda part: part.double() if part.is_floating_point() else part)
+        return replace(own, precision=torch.float64)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> ParameterGradients:
+        outers = [gradient_factors.map_factors(use, change) for use in self.outers]
+        rows = [gradient_factors.map_factors(use, change) for use in self.rows]
         return replace(
-            self,
-            outers=[gradient_factors.map_factors(use, lambda part: part[keep]) for use in self.outers],
-            rows=[gradient_factors.map_factors(use, lambda part: part[keep]) for use in self.rows],
-            dense=None if self.dense is None else self.dense[keep],
-            kept=[],
+            self, outers=outers, rows=rows, dense=None if self.dense is None else change(self.dense), kept=[]
         )
 
     def of_users(self, users: UserRows) -> ParameterGradients:

@@ -138,11 +138,12 @@ class Shards:
         return -(-shape[0] // self.processes.count) * shape[1:].numel()
 
     def added_up(
-        self, names: list[str], values: Mapping[str, Tensor], *, device: torch.device
+        self, names: list[str], values: Mapping[str, Tensor], *, device: torch.device, double: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield this process's rows of the sums of whole tensors over all processes; a missing value is 0."""
         widths = [self._width(name) for name in names]
-        packed = torch.zeros(self.processes.count, sum(widths), dtype=self.dtype, device=device)
+        dtype = torch.float64 if double else self.dtype
+        packed = torch.zeros(self.processes.count, sum(widths), dtype=dtype, device=device)
         for name, width, place in zip(names, widths, packed.split(widths, 1), strict=True):
             if name in values:
                 for process, part in enumerate(values[name].reshape(-1).split(width)):

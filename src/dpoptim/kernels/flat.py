@@ -39,12 +39,19 @@ class FlatTensors(Mapping[str, Tensor]):
     tensor([-1., -1., -1.])
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], make: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        make: Callable[..., Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Use the shapes and order of `parameters`; `make(numel)` creates each vector.
 
-        By default a vector is uninitialized, and takes memory only when it is first needed.
+        By default a vector is uninitialized, and takes memory only when it is first needed. Its `dtype` is by default
+        at least float32.
         """
-        self._parameters, self.names = parameters, group_parameters(parameters)
+        self._parameters, self.names, self._dtype = parameters, group_parameters(parameters), dtype
         self._place = {name: place for place, names in enumerate(self.names) for name in names}
         self._numels = [sum(parameters[name].numel() for name in names) for names in self.names]
         self._vectors = [None if make is None else make(numel) for numel in self._numels]
@@ -63,12 +70,18 @@ class FlatTensors(Mapping[str, Tensor]):
         vector = self._vectors[place]
         if vector is None:
             first = self._parameters[self.names[place][0]]
-            vector = self._vectors[place] = first.new_empty(self._numels[place], dtype=wide_dtype(first.dtype))
+            dtype = self._dtype or wide_dtype(first.dtype)
+            vector = self._vectors[place] = first.new_empty(self._numels[place], dtype=dtype)
         return vector
 
     def unallocated(self) -> FlatTensors:
         """Return new, uninitialized tensors for the same parameters."""
         return self._with([None] * len(self.names))
+
+    def rounded(self) -> FlatTensors:
+        """Return the tensors in the default dtype; without a copy if they have it."""
+        firsts = [self._parameters[names[0]] for names in self.names]
+        return self._with([v.to(wide_dtype(p.dtype)) for v, p in zip(self.vectors, firsts, strict=True)])
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """Return new tensors with `function` applied to each vector."""

@@ -224,7 +224,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "earlier run estimated them, its ε adds to this one.",
         "Only the released values are covered. Raw losses, gradient norms, evaluation on the training records, step "
         "times, and hyperparameters chosen over several runs are not.",
-        "Clipped sums are computed in floating point; how their own rounding differs between neighbours is not covered."
+        "Gradients are clipped and summed in float64. What rounding reveals there or in the model is not covered."
         if plan.exact_noise and plan.is_private
         else "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
     ]
