@@ -334,9 +334,10 @@ class ClippedSums:
 
     def clip_and_sum_rows(self, of: Gradients, rows: list[int], factor: Factor, clip_norm: float) -> None:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
+        of = self._precise(of)
         for j in rows:
             own_factor = factor[j] if isinstance(factor, Tensor) else factor
-            own = {name: gradients.example(j) for name, gradients in self._precise(of).items()}
+            own = {name: gradients.example(j) for name, gradients in of.items()}
             scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
             squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
             found = clip_weights(

@@ -96,17 +96,18 @@ def _advice(optimizer: PrivateOptimizer, doing: str) -> str:
 def _known_use(optimizer: PrivateOptimizer, setting: str, limit: int) -> str:
     """Memory from settings and shapes; gradient factors are those of the largest physical batch that `limit` allows."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    summed = 8 if optimizer.plan.exact_noise else 4
     found = {
         "parameters": optimizer.parameter_bytes,
         "optimizer state": state_bytes(optimizer),
         "noise": optimizer.mechanism.noise_memory_bytes,
-        "clipped sums": sum(p.numel() * max(4, p.element_size()) for p in trained),
+        "clipped sums": sum(p.numel() * max(summed, p.element_size()) for p in trained),
     }
     with contextlib.suppress(Exception):  # nothing may have been clipped yet, and advice must not hide the error
         last, by_token = optimizer.mechanism.explain(), setting == "micro_batch_tokens"
-        each = sum(own.held_bytes for own in last.parameters) / last.examples
-        each /= max(1, *(own.positions for own in last.parameters)) if by_token else 1
-        found[f"gradient factors of {limit} {'tokens' if by_token else 'examples'} about"] = round(each * limit)
+        of_one = sum(own.held_bytes for own in last.parameters) / last.examples
+        of_one /= max(1, *(own.positions for own in last.parameters)) if by_token else 1
+        found[f"gradient factors of {limit} {'tokens' if by_token else 'examples'} about"] = round(of_one * limit)
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in found.items() if count)
 
 
