@@ -106,6 +106,17 @@ def test_replays_add_the_same_sums_as_ordinary_batches(monkeypatch, variant, red
     assert 0 < ordinary.mechanism.counts_not_private.clipped < 56
 
 
+def test_exact_noise_runs_without_graphs(monkeypatch):
+    """Kernels are for float32, and plain functions wait for the device."""
+    replays = tape_graphs(monkeypatch)
+    _, optimizer, run, (x, y) = with_a_graph(exact_noise=True)
+    run(x, y)
+    optimizer.step()
+    assert run.graphs == 0
+    assert not replays
+    assert {vector.dtype for vector in optimizer.mechanism._sums._empty.vectors} == {torch.float64}
+
+
 def test_padding_adds_at_most_an_eighth_of_the_rows():
     assert [padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
     assert padded_rows(100, 64) == 128

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from dpoptim.clipping import clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.engine import UncheckedLossError
+from dpoptim.clipping.engine import PhysicalBatch, UncheckedLossError
+from dpoptim.clipping.gradient_factors import OuterProduct
+from dpoptim.clipping.parameter_gradients import ParameterGradients
+from dpoptim.data import shards
+from dpoptim.data.processes import Processes
 from tests.clipping.models import CASES, Case, case
 from tests.clipping.one_at_a_time import random_scale
 
@@ -88,3 +92,46 @@ def test_examples_that_were_made_do_not_move_others():
 
     assert moved(in_double=False) > 1.01
     assert moved(in_double=True) == pytest.approx(1, abs=1e-12)
+
+
+def test_parts_that_cancel_do_not_round_sums():
+    """Added to parts of 2^30, the others are rounded to 2^-22, and without the first example to 2^-23."""
+    values = torch.zeros(512, 5, 256)
+    values[1:, 0], values[1:, 1], values[1:, 2] = 2.0**30 - 64, 64 - 1 / 64, 0.56 * 2.0**-22
+    values[1:, 3:] = -values[1:, :2]
+    values[:, :, 0] = 0
+    values[1:, 2, 0] = 0.95
+    values[1::2, 2, 0] *= -1
+    values[0, 2] = 1 / 16
+    model, found = torch.nn.Embedding(32, 256), []
+    for rows in (values, values[1:]):
+        sums = ClippedSums(model, clip_norm=1.0, in_double=True)
+        sums.engine.attach()
+        (model(torch.zeros(len(rows), 5, dtype=torch.long)) * rows).sum().backward()
+        sums.engine.flush()
+        found.append(sums.take()[0]["weight"])
+        sums.engine.detach()
+    assert float((found[0] - found[1]).norm()) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["rows", "users", "sharded"])
+def test_sums_and_squares_are_those_of_float64(kind, monkeypatch):
+    monkeypatch.setattr(shards, "exchange", lambda collective, own, parts: own.copy_(parts[0]))
+    torch.manual_seed(0)
+    left, right = torch.rand(9, 1, 3), torch.rand(9, 1, 5)
+    model = torch.nn.Linear(5, 3, bias=False)
+    gradients = ParameterGradients(model.weight.shape)
+    gradients.add(OuterProduct(left, right))
+    divided = shards.Shards(Processes(), {"weight": model.weight.shape}, torch.float32) if kind == "sharded" else None
+    sums = ClippedSums(model, clip_norm=0.5, squares=True, by_user=kind == "users", shards=divided, in_double=True)
+    sums.rows_of_users = [2, 3, 4] if kind == "users" else None
+    with torch.no_grad():
+        sums._add(PhysicalBatch(gradients={"weight": gradients}, examples=9))
+    each = left.double().mT @ right.double()
+    if kind == "users":
+        each = torch.stack([part.mean(0) for part in each.split([2, 3, 4])])
+    clipped = each * (0.5 / each.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]
+    total, squares = sums.take()
+    assert squares is not None
+    torch.testing.assert_close(total["weight"], clipped.sum(0), rtol=1e-13, atol=0)
+    torch.testing.assert_close(squares["weight"], clipped.square().sum(0), rtol=1e-13, atol=0)

@@ -113,7 +113,7 @@ def test_automatic_noise_counts_the_rows_that_exact_noise_makes_again():
     assert found[True].chosen.normal_rows <= 16
 
 
-def test_examples_that_were_made_do_not_move_the_others():
+def test_examples_that_were_made_do_not_move_the_others(monkeypatch):
     """The clipped sums are in float64: in float32, the others would be rounded in the same direction."""
     width, many = 1024, 1024
     inputs = torch.full((2 * many, width), 32 / (many - 0.5))
@@ -122,7 +122,14 @@ def test_examples_that_were_made_do_not_move_the_others():
     plan = dpoptim.PrivacyPlan(
         num_examples=2 * many, batch_size=2 * many, steps=1, noise_multiplier=1e-6, exact_noise=True
     )
-    found = []
+    found, dtypes = [], []
+    add_to = exact.ExactStream.add_to
+
+    def watched(stream, sums, *args, **kwargs):
+        dtypes.append(sums.dtype)
+        add_to(stream, sums, *args, **kwargs)
+
+    monkeypatch.setattr(exact.ExactStream, "add_to", watched)
     for rows in (inputs, inputs[1:]):
         optimizer = dpoptim.dp_sgd(torch.nn.Linear(width, 1, bias=False), plan, 0.1, external_batches=True)
         optimizer._model(rows).sum().backward()
@@ -131,3 +138,4 @@ def test_examples_that_were_made_do_not_move_the_others():
         assert released.dtype == torch.float32
         found.append(released.double() * 2 * many)
     assert float((found[0] - found[1]).norm()) == pytest.approx(1, abs=1e-3)
+    assert dtypes == [torch.float64] * 2

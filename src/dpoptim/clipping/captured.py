@@ -40,11 +40,11 @@ MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a f
 class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
-    Batches run without a graph on a CPU, without Triton, if the plan protects users or clips groups, if sums of squares
-    are released too, if the arguments hold numbers, strings or objects, under an autocast that began outside `losses`,
-    or if the model or `losses` waits for the device or draws random numbers on the host. With a large model, they also
-    run without a graph while something outside still holds the gradient of the last step, because a graph would
-    overwrite it.
+    Batches run without a graph on a CPU, without Triton, if the plan protects users, clips groups or has exact noise,
+    if sums of squares are released too, if the arguments hold numbers, strings or objects, under an autocast that began
+    outside `losses`, or if the model or `losses` waits for the device or draws random numbers on the host. With a large
+    model, they also run without a graph while something outside still holds the gradient of the last step, because a
+    graph would overwrite it.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
     depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
@@ -86,7 +86,7 @@ class Captured:
         batch = read_arguments(self._losses, args, kwargs, devices[0])
         is_sharded = self._sums.shards is not None
         is_plain = is_sharded or self._sums.by_user or self._sums.with_squares or len(self._sums.groups) > 1
-        if is_plain or batch.examples == 0 or not _can_capture(devices):
+        if is_plain or self._sums.in_double or batch.examples == 0 or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
@@ -232,13 +232,13 @@ class _GraphWorkspace:
         device = next(iter(sums.parameters.values())).device
         self._clip_norm = torch.zeros((), dtype=torch.float64, device=device) if sums.is_adaptive else None
         self.memory = GraphMemory()
-        self._shared_sums = None if sums.saves_memory else sums.empty.unallocated()
+        self._shared_sums = None if sums.saves_memory else FlatTensors(sums.parameters)
         if self._shared_sums is not None:
             list(self._shared_sums.vectors)  # allocates them now, not while a graph is captured
 
     def new_sums(self) -> FlatTensors:
         """Return where a run writes its sums. Large models allocate them as the run frees memory."""
-        self._sums = self._shared_sums or self._clipped.empty.unallocated()
+        self._sums = self._shared_sums or FlatTensors(self._clipped.parameters)
         return self._sums
 
     def borrow_sums(self, results: Results | None) -> None:

@@ -82,9 +82,9 @@ class ClippedSums:
         self.by_user = by_user
         self.rows_of_users: Sequence[int] | None = None  # in the next physical batch, whose rows are in this order
         self.with_squares = squares
-        self._in_double = in_double
-        self.empty = FlatTensors(self.parameters, dtype=torch.float64 if in_double else None)
-        self.saves_memory = len(self.empty.names) > 1  # at the cost of waiting for the device
+        self.in_double = in_double
+        self._empty = FlatTensors(self.parameters, dtype=torch.float64 if in_double else None)
+        self.saves_memory = len(self._empty.names) > 1  # at the cost of waiting for the device
         self.clear_sums()
         self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
@@ -132,8 +132,8 @@ class ClippedSums:
     def clear_sums(self) -> None:
         """Drop everything summed since the last `take`."""
         self._unsettled: Callable[[], None] | None = None
-        self._sums = _Accumulator(self.empty)
-        self._square_sums = _Accumulator(self.empty) if self.with_squares else None
+        self._sums = _Accumulator(self._empty)
+        self._square_sums = _Accumulator(self._empty) if self.with_squares else None
         self.norms: list[Tensor] = []
         self._clipped: list[Tensor] = []  # if adaptive: how many examples of each physical batch are clipped
 
@@ -141,7 +141,8 @@ class ClippedSums:
         counted = self.examples
         try:
             if batch.add_ready is None:
-                batch.gradients = self._precise(batch.gradients)
+                if self.in_double:
+                    batch.gradients = {name: own.double() for name, own in batch.gradients.items()}
                 self._clip_and_sum(batch)
             else:
                 batch.add_ready()
@@ -149,9 +150,6 @@ class ClippedSums:
             self._forget()
             self.examples = counted  # the batch is then refused, because examples are missing
             raise
-
-    def _precise(self, gradients: Gradients) -> Gradients:
-        return {name: own.double() for name, own in gradients.items()} if self._in_double else gradients
 
     def _forget(self) -> None:
         """Drop everything accumulated in this step, including a batch that was being recomputed."""
@@ -242,7 +240,7 @@ class ClippedSums:
             for sums, squared in ((self._sums, False), (self._square_sums, True)):
                 if sums is not None:
                     totals = {name: _total(gradients, weights, squared=squared) for name, gradients in own.items()}
-                    for name, total in shards.added_up(names, totals, device=weights.device, double=self._in_double):
+                    for name, total in shards.added_up(names, totals, device=weights.device, double=self.in_double):
                         sums.add(name, total)
         if not self.skips_batch:
             self.examples += batch.examples
@@ -287,10 +285,9 @@ class ClippedSums:
 
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
-        batch.gradients = self._precise(batch.gradients)
         found, _ = self._clip(batch.gradients, scale, 1, clip_norm)
         self._remember_norm_methods(batch)
-        sums = _Accumulator(self.empty, into)
+        sums = _Accumulator(self._empty, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
         return found
@@ -334,7 +331,6 @@ class ClippedSums:
 
     def clip_and_sum_rows(self, of: Gradients, rows: list[int], factor: Factor, clip_norm: float) -> None:
         """Clip examples whose positions nearly cancel, one by one: the measured vector is the summed one."""
-        of = self._precise(of)
         for j in rows:
             own_factor = factor[j] if isinstance(factor, Tensor) else factor
             own = {name: gradients.example(j) for name, gradients in of.items()}

@@ -23,12 +23,12 @@ from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 from dpoptim.kernels.user_rows import UserRows
 
 # A gradient's parts may be this many times larger than the gradient before their rounding matters. If squares cancel,
-# the same limit applies to the square.
-CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
+# the same limit applies to the square. In float64 too: what a part loses to rounding depends on the other examples.
+CANCELLATION = 1e3
 FAINT = 1e-14  # squares of numbers below this fraction of the largest may vanish in float32
 POSITIONS = 256  # sums over more are trusted less, in proportion: their rounding errors may have the same sign
 # A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself.
-GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
+GRAM_TRUST = 1e-4
 TENSOR_CORE_TRUST = 30  # the same as CANCELLATION, for norms from products of positions that tensor cores round
 
 
@@ -142,13 +142,13 @@ class ParameterGradients:
             return self._by_parts(scale)
         if method is NormMethod.ROWS:
             squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
-            return squares, uncancelled / CANCELLATION[self.precision]
+            return squares, uncancelled / CANCELLATION
         if method is NormMethod.GRAM_ON_GPU:
             squares, uncancelled = norms.gram_squares(*self._factors())
             return squares, uncancelled / TENSOR_CORE_TRUST
         squares = self._squared_norms(method, scale)
         if method in (NormMethod.GRAM, NormMethod.BLOCKS):
-            trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
+            trust = CANCELLATION * min(1.0, POSITIONS / max(1, self.positions))
             return squares, self._uncancelled(scale) / trust
         return squares, None
 
@@ -200,7 +200,7 @@ class ParameterGradients:
         else:
             cross = norms.outer_row_products(*self._factors(), ids, values, scale)
         on_gpu = method is NormMethod.GRAM_ON_GPU
-        trust = TENSOR_CORE_TRUST**2 / 10 if on_gpu else CANCELLATION[self.precision]
+        trust = TENSOR_CORE_TRUST**2 / 10 if on_gpu else CANCELLATION
         is_gram = on_gpu or method is NormMethod.GRAM
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)
@@ -237,9 +237,8 @@ class ParameterGradients:
         parts = of_narrow * of_broad
         narrow_is_faint = of_narrow < FAINT * of_narrow.amax(1, True)
         broad_is_faint = of_broad < FAINT * of_broad.amax(1, True)
-        trust = GRAM_TRUST[gram.dtype]
-        cancels = squared <= trust * parts.sum(1).square()
-        loses_faint_rows = (parts * (narrow_is_faint | broad_is_faint)).sum(1) > trust * squared.sqrt()
+        cancels = squared <= GRAM_TRUST * parts.sum(1).square()
+        loses_faint_rows = (parts * (narrow_is_faint | broad_is_faint)).sum(1) > GRAM_TRUST * squared.sqrt()
         doubtful = cancels | loses_faint_rows
         squared *= (narrow_size * broad_size).square()
         if doubtful.any():
