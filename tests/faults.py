@@ -86,6 +86,16 @@ exact-noise-on-float32-sums: A plan with exact noise clips and sums in float32.
     - in_double=self.plan.exact_noise and self.plan.is_private
     + in_double=False
 
+cancelling-parts-in-float64: Parts of a gradient in float64 may be so large that other examples are rounded to them.
+    in clipping/parameter_gradients.py, found by clipping/test_in_double.py -k cancel
+    - CANCELLATION = 1e3
+    + CANCELLATION = 1e11
+
+exact-noise-on-float32-shards: Sums in float64 travel between processes in float32.
+    in clipping/clipped_sums.py, found by clipping/test_in_double.py -k those_of_float64
+    - double=self.in_double
+    + double=False
+
 # sensitivity and sampling
 
 sensitivity-of-one-participation: A Toeplitz strategy's sensitivity counts one participation only.
