@@ -142,7 +142,8 @@ class ClippedSums:
         try:
             if batch.add_ready is None:
                 if self.in_double:
-                    batch.gradients = {name: own.double() for name, own in batch.gradients.items()}
+                    for name, own in batch.gradients.items():  # one by one, to free the narrower ones
+                        batch.gradients[name] = own.double()
                 self._clip_and_sum(batch)
             else:
                 batch.add_ready()
