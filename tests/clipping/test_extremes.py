@@ -201,3 +201,20 @@ def test_a_recomputed_example_counts_once(mean_loss):
     total = sums.take()[0]
     others = (grads[1:] / lengths[1:, None, None] * 1e-3).sum(0).float()
     assert norm({"w": total["w"] - others}) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_size_of_a_batch_rounds_averages_of_16_bits_only(reduction):
+    """Leaving out one of 2,048 equal examples: 1/2047 has no 16 bits, so all others become a little longer."""
+    model, x = nn.Linear(64, 1, bias=False).bfloat16(), torch.full((2048, 64), 0.12).bfloat16()
+    found = []
+    for rows in (x, x[1:]):
+        sums = ClippedSums(model, clip_norm=1.0, mean_loss=reduction == "mean", in_double=True)
+        sums.engine.attach()
+        losses = model(rows)[:, 0]
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+        sums.engine.flush()
+        found.append(sums.take()[0]["weight"])
+        sums.engine.detach()
+    moved = norm({"weight": found[0] - found[1]})
+    assert moved > 1.5 if reduction == "mean" else moved <= 1

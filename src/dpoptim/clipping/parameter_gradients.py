@@ -37,7 +37,7 @@ class ParameterGradients:
     """All uses of one parameter in one backward: g_j is the sum of the uses."""
 
     shape: torch.Size
-    precision: torch.dtype = torch.float32  # of norms and sums; float64 for float64 parameters
+    precision: torch.dtype = torch.float32  # of norms and sums; float64 for float64 parameters or exact noise
     outers: list[OuterProduct] = field(default_factory=list)
     rows: list[RowUpdates] = field(default_factory=list)
     dense: Tensor | None = None
