@@ -173,7 +173,7 @@ def _tuning_sizes(place: Place, size: Size) -> Cell:
 def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
     """A run whose test loss is reported. Larger batches make no more passes over the texts than smaller ones."""
     larger = column(place[1]).larger
-    sizes = {"steps": size.steps // larger, "batch_size": larger * size.batch_size,
+    sizes = {"steps": max(size.steps // larger, 1), "batch_size": larger * size.batch_size,
              "standing_for": larger * size.standing_for}  # fmt: skip
     if larger > 1 and (pass_steps := shared["num_examples"] // sizes["batch_size"]):
         sizes["steps"] -= sizes["steps"] % pass_steps if sizes["steps"] > pass_steps else 0
