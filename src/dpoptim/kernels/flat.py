@@ -79,7 +79,9 @@ class FlatTensors(Mapping[str, Tensor]):
         return self._with([None] * len(self.names))
 
     def rounded(self) -> FlatTensors:
-        """Return the tensors in the default dtype; without a copy if they have it."""
+        """Return the tensors in the default dtype."""
+        if self._dtype is None:
+            return self
         firsts = [self._parameters[names[0]] for names in self.names]
         return self._with([v.to(wide_dtype(p.dtype)) for v, p in zip(self.vectors, firsts, strict=True)])
 
