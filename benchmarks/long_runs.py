@@ -6,14 +6,16 @@
 
 A linear layer trains with scale-then-privatize, the loader and the optimizer that train models. Its inputs are 0, so
 that every release is noise alone. At the end the releases are multiplied by C and compared with the normals z that the
-key determines: the largest difference over the whole run is shown. Time is the processor time of a step in a tenth of
-the run, memory that of the whole process.
+key determines: the largest difference over the whole run is shown. The last steps take turns with the first steps of a
+second run, so that both are timed on the same machine; times are medians of the processor time of a step. Memory is
+that of the whole process, before the second run.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ NOISES = {
     "BLT, 4 buffers": BufferedToeplitz(buffers=4),
     "banded inverse, 8 bands": BandedInverse(bands=8),
 }
-RUN, EXAMPLES, BATCH, WIDTH, PARTS = "long run", 400, 4, 6, 10
+EXAMPLES, BATCH, WIDTH, PARTS, TURNS = 400, 4, 6, 10, 50
 
 
 def resident() -> float:
@@ -42,34 +44,57 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def long_run(noise: Any, steps: int) -> dict[str, Any]:
-    plan = dpoptim.PrivacyPlan(
-        num_examples=EXAMPLES, batch_size=BATCH, steps=steps, noise_multiplier=1.0, clip_norm=1.0, noise=noise
-    )
-    key, model = NoiseKey.from_bytes(bytes(range(32))), nn.Linear(WIDTH, 1, bias=False)
-    optimizer = dpoptim.scale_then_privatize(model, plan, lr=1e-6, key=key, run_id=RUN)
-    loader = dpoptim.private_loader(TensorDataset(torch.zeros(EXAMPLES, WIDTH)), plan, key=key, run_id=RUN)
-    releases, ends, memory = np.zeros((steps, WIDTH)), [time.process_time()], []
+class Run:
+    """A run that can go on step by step, and its releases."""
 
-    def observe(released: Released) -> None:
-        scale = optimizer.mechanism.scale
+    def __init__(self, noise: Any, steps: int, name: str):
+        self.plan = dpoptim.PrivacyPlan(
+            num_examples=EXAMPLES, batch_size=BATCH, steps=steps, noise_multiplier=1.0, clip_norm=1.0, noise=noise
+        )
+        key, model = NoiseKey.from_bytes(bytes(range(32))), nn.Linear(WIDTH, 1, bias=False)
+        optimizer = dpoptim.scale_then_privatize(model, self.plan, lr=1e-6, key=key, run_id=name)
+        data = TensorDataset(torch.zeros(EXAMPLES, WIDTH))
+        self.releases = np.zeros((steps, WIDTH))
+        self._loader = iter(dpoptim.private_loader(data, self.plan, key=key, run_id=name))
+        self._model, self._optimizer = model, optimizer
+        self._source = NormalSource.of_tensor(key.for_run(name), "weight", numel=WIDTH)
+        optimizer.observers.append(self._observe)
+
+    def _observe(self, released: Released) -> None:
+        scale = self._optimizer.mechanism.scale
         noisy = released.gradient["weight"].double() * (1.0 if scale is None else scale["weight"].double())
-        releases[released.step] = noisy.view(-1).numpy()
+        self.releases[released.step] = noisy.view(-1).numpy()
 
-    optimizer.observers.append(observe)
-    for step, (inputs,) in enumerate(loader, 1):
-        model(inputs).sum(1).sum().backward()
-        optimizer.step()
-        if step % (steps // PARTS) == 0:
-            ends.append(time.process_time())
-            memory.append(resident())
-    strategy = plan.strategy
-    noise_alone = releases * BATCH / (plan.noise_stddevs().gradient_sum * strategy.column_norm)
-    found = fftconvolve(noise_alone, np.asarray(strategy.strategy_coefs)[:, None], axes=0)[:steps]
-    source = NormalSource.of_tensor(key.for_run(RUN), "weight", numel=WIDTH)
-    z = np.stack([source.normals(step, dtype=torch.float64).numpy() for step in range(steps)])
-    times = 1e3 * np.diff(ends) / (steps // PARTS)
-    return {"error": float(np.abs(found - z).max()), "ms": times.tolist(), "mib": memory}
+    def advance(self, steps: int) -> float:
+        """Take steps; return the milliseconds of processor time of one."""
+        started = time.process_time()
+        for (inputs,) in islice(self._loader, steps):
+            self._model(inputs).sum(1).sum().backward()
+            self._optimizer.step()
+        return 1e3 * (time.process_time() - started) / steps
+
+    def error(self) -> float:
+        """The largest difference between C · noise and the key's normals."""
+        strategy = self.plan.strategy
+        noise_alone = self.releases * BATCH / (self.plan.noise_stddevs().gradient_sum * strategy.column_norm)
+        found = fftconvolve(noise_alone, np.asarray(strategy.strategy_coefs)[:, None], axes=0)[: self.plan.steps]
+        z = np.stack([self._source.normals(step, dtype=torch.float64).numpy() for step in range(self.plan.steps)])
+        return float(np.abs(found - z).max())
+
+
+def long_run(noise: Any, steps: int) -> dict[str, Any]:
+    run, memory = Run(noise, steps, "long run"), []
+    for _ in range(PARTS - 1):
+        run.advance(steps // PARTS)
+        memory.append(resident())
+    rest = steps - (PARTS - 1) * (steps // PARTS)
+    second, turn = Run(noise, steps, "second run"), max(1, rest // TURNS)
+    times = []
+    for place in range(0, rest, turn):
+        size = min(turn, rest - place)
+        times.append((second.advance(size), run.advance(size)))
+    first, last = np.median(times, axis=0)
+    return {"error": run.error(), "first_ms": float(first), "last_ms": float(last), "mib": memory}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -82,13 +107,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def markdown(record: dict[str, Any]) -> str:
     rows = [
-        [name, f"{found['error']:.1e}", *(f"{found['ms'][place]:.2f}" for place in (0, 1, -1)),
-         *(f"{found['mib'][place]:.0f}" for place in (0, 1, -1))]
+        [name, f"{found['error']:.1e}", f"{found['first_ms']:.2f}", f"{found['last_ms']:.2f}",
+         f"{found['last_ms'] / found['first_ms']:.2f}", *(f"{found['mib'][place]:.0f}" for place in (0, 1, -1))]
         for name, found in record["noises"].items()
     ]  # fmt: skip
-    parts = ("1st tenth", "2nd", "last")
-    titles = ["noise", "largest error of C·noise", *(f"CPU ms per step, {part}" for part in parts),
-              *(f"MiB after the {part}" for part in parts)]  # fmt: skip
+    titles = ["noise", "largest error of C·noise", "ms of first steps", "of last steps", "ratio",
+              *(f"MiB after the {part} tenth" for part in ("1st", "2nd", "9th"))]  # fmt: skip
     about = f"{heading(record)}. By `python benchmarks/long_runs.py`; its docstring explains the columns."
     sizes = f"{record['steps']:,} steps of {BATCH} examples and {WIDTH} parameters."
     return page("Long runs", about, sizes, markdown_table(titles, rows))

@@ -40,11 +40,17 @@ def batch_size_for(num_examples: int) -> int:
 def schedule_factor(step: int, *, steps: int, warmup: float, schedule: str) -> float:
     """The learning rate of step `step` (from 0), relative to the largest, a pure function of the step.
 
-    min(1, (step + 1)/warm) · decay,  decay = 1, 1 − x or (1 + cos πx)/2,  x = (step − warm)/(steps − warm)
+    min(1, (step + 1)/warm) · decay,  x = (step − warm)/(steps − warm),
+    decay = 1 (constant), 1 − x (linear), (1 + cos πx)/2 (cosine) or min(1, (steps − step)/(0.3·steps)) (wsd)
     """
     warm = int(warmup * steps)
     if step < warm:
         return (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    return decay[schedule]
+    decays = {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": (1.0 + math.cos(math.pi * done)) / 2,
+        "wsd": min(1.0, (steps - step) / (0.3 * steps)),
+    }
+    return decays[schedule]

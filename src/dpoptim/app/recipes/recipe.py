@@ -27,7 +27,7 @@ VARIANTS = (
     "joint_moments",
     "dp_sgd",
 )
-SCHEDULES = ("linear", "cosine", "constant")
+SCHEDULES = ("linear", "cosine", "constant", "wsd")
 TASKS = (
     "masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification",
     "tabular-regression",
@@ -214,7 +214,8 @@ class Recipe:
     betas: tuple[float, float] = _setting((0.9, 0.999), _kind(_betas, float, ("B1", "B2"), nargs=2), OPTIMIZER,
         "default: 0.9 0.999")
     weight_decay: float = _setting(0.0, _number(low=0), OPTIMIZER, "decoupled weight decay (default: 0)")
-    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0")
+    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER,
+        "default: linear, down to 0; wsd is constant, then linear over the last 30 % of the steps")
     warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER,
         "share of the steps in which the learning rate rises (default: 0.05)")
     averaged: float | None = _setting(None, _number(above=0, high=1), OPTIMIZER,
