@@ -194,6 +194,10 @@ COLUMNS: tuple[Column, ...] = (
            beyond=True),
     Column(name="banded_x4", label="BandMF, σ = 1, b = 96, batches 4 × larger", noise=_banded(96), noise_multiplier=1.0,
            larger=4, beyond=True),
+    Column(name="independent_x16", label="independent, σ = 1, batches 16 × larger", noise_multiplier=1.0, larger=16,
+           beyond=True),
+    Column(name="banded_x16", label="BandMF, σ = 1, b = 24, batches 16 × larger", noise=_banded(24),
+           noise_multiplier=1.0, larger=16, beyond=True),
 )  # fmt: skip
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 """The paper's columns with noise."""

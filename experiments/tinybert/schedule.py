@@ -209,7 +209,7 @@ def setting_of(cell: Cell) -> Setting:
 
 def tuning_losses(lines: Sequence[Line], place: Place, size: Size) -> dict[Setting, float]:
     """Validation loss of each setting so far; infinite if the run diverged or was abandoned."""
-    return {setting_of(line["cell"]): _loss(line) for line in tuning_lines(lines, place, size)}
+    return {setting_of(line["cell"]): loss_of(line) for line in tuning_lines(lines, place, size)}
 
 
 def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[int, float]] | None:
@@ -217,7 +217,7 @@ def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[in
     whole = [line for line in tuning_lines(lines, place, size) if line["result"]["ended"] == "finished"]
     if not whole:
         return None
-    return [(step, loss) for step, loss in min(whole, key=_loss)["result"]["curve"] if loss is not None]
+    return [(step, loss) for step, loss in min(whole, key=loss_of)["result"]["curve"] if loss is not None]
 
 
 def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
@@ -225,6 +225,7 @@ def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
     return reached(row(place[0]), place[1], tuning_losses(lines, place, size) if size.tuned else {})
 
 
-def _loss(line: Line) -> float:
+def loss_of(line: Line) -> float:
+    """The validation loss of a run; infinite if it did not finish."""
     loss = line["result"]["validation"]
     return math.inf if loss is None or line["result"]["ended"] != "finished" else float(loss)

@@ -5,6 +5,9 @@ of the table) has the same budget of tuning runs. The search is the table's own:
 until none is better. The rows differ from the table's in their grids, in where the search starts, and in that the
 learning rate moves together with ε_s (or against the momentum), because their ratio matters more than either.
 
+Small batches are noisier and prefer smaller learning rates. So the final runs of the first seed also try larger rates:
+1.5 times the best of the search, and 1.5 times that if it was better. The other seeds run with the best of these.
+
 `python -m experiments.tinybert.scheduled search` appends to OUT/scheduled_search.jsonl, and `final` to
 OUT/scheduled.jsonl. Runs that are in these files are not run again.
 """
@@ -34,6 +37,9 @@ from experiments.tinybert.schedule import (
     Setting,
     best_curve,
     final_cell,
+    final_lines,
+    loss_of,
+    setting_of,
     tuning_cell,
     tuning_losses,
     wanted,
@@ -49,9 +55,14 @@ SIZES_SCHEDULED = {
 }
 BUDGET = {"smoke": 3, "small": 2, "paper": 16}
 """The most tuning runs of a place, the same for all."""
+LARGER = 1.5
+MOST_LARGER = 2
+"""The final runs of the first seed try learning rates that are larger by this factor, at most so often."""
 SEARCH_FILES = 1
 """The search needs only the first train file: a tuning run draws 256,000 texts."""
-COLUMN_ORDER = ("banded", "none", "independent_low", "independent", "independent_x4", "banded_x4")
+COLUMN_ORDER = (
+    "banded", "none", "independent_low", "independent", "independent_x4", "banded_x4", "independent_x16", "banded_x16"
+)  # fmt: skip
 """Which column runs first."""
 
 _EPS = rates(1e-4, low=1e-5, high=0.1).grid
@@ -84,15 +95,17 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
         "scale_then_privatize", {"clip_norm": _CLIP_NORMS, "eps_over_noise": _OVER_NOISE}, (),
         banded=(0.02, 0.5, 1.1), independent_low=(5e-3, 0.5, 1.5), independent=(1e-3, 0.25, 1.1),
         independent_x4=(5e-3, 0.1, 0.8), banded_x4=(0.05, 0.5, 1.1),
+        independent_x16=(5e-3, 0.1, 0.8), banded_x16=(0.02, 0.5, 1.1),
     ),
     _row(
         "post_processing", {}, (),
         banded=(0.02,), independent_low=(5e-3,), independent=(1e-3,), independent_x4=(5e-3,), banded_x4=(0.05,),
+        independent_x16=(5e-3,), banded_x16=(0.02,),
     ),
     _row(
         "dp_sgd", {"momentum": _MOMENTA}, _LR_AND_MOMENTUM,
         banded=(2.0, 0.9), independent_low=(2.0, 0.9), independent=(0.2, 0.9),
-        independent_x4=(1.0, 0.9), banded_x4=(2.0, 0.9),
+        independent_x4=(1.0, 0.9), banded_x4=(2.0, 0.9), independent_x16=(2.0, 0.9), banded_x16=(2.0, 0.9),
     ),
     _row(
         "bias_correction", {"eps": _EPS}, _LR_AND_EPS,
@@ -129,7 +142,7 @@ def places_scheduled() -> list[Place]:
     """All places, in the order in which they run.
 
     >>> len(places_scheduled()), places_scheduled()[0]
-    (35, ('scale_then_privatize', 'banded'))
+    (41, ('scale_then_privatize', 'banded'))
     """
     return [(each.name, column) for column in COLUMN_ORDER for each in ROWS_SCHEDULED if column in each.starts]
 
@@ -162,18 +175,47 @@ def search_jobs(lines: Sequence[Line], size: Size, budget: int, shared: Cell) ->
     return [job for _, job in sorted(found, key=lambda each: each[0])]
 
 
+def at_full_size(lines: Sequence[Line], place: Place) -> dict[Setting, float]:
+    """Validation losses of the final runs of the first seed."""
+    return {setting_of(line["cell"]): loss_of(line) for line in final_lines(lines, place) if line["cell"]["seed"] == 0}
+
+
+def larger_rates(setting: Setting, tried: Mapping[Setting, float]) -> list[Setting]:
+    """What to try next at full size, from the best setting of the search; nothing if a larger rate was no better.
+
+    >>> larger_rates((("lr", 0.02),), {})
+    [(('lr', 0.02),), (('lr', 0.03),)]
+    >>> larger_rates((("lr", 0.02),), {(("lr", 0.02),): 3.5, (("lr", 0.03),): 3.4})
+    [(('lr', 0.045),)]
+    """
+    for _ in range(MOST_LARGER):
+        values = dict(setting)
+        larger = tuple((values | {"lr": float(f"{LARGER * values['lr']:.2g}")}).items())
+        if missing := [each for each in (setting, larger) if each not in tried]:
+            return missing
+        if tried[larger] >= tried[setting]:
+            break
+        setting = larger
+    return []
+
+
 def final_jobs(
     lines: Sequence[Line], search: Sequence[Line], size: Size, budget: int, seeds: int, shared: Cell
 ) -> list[Job]:
     """The final runs of places whose search has ended: one seed of all before the next, column by column."""
     there = {cell_key(line["cell"]) for line in lines}
-    ended = [
-        place for place in places_scheduled()
-        if tuning_losses(search, place, size) and not next_settings(search, place, size, budget)
-    ]  # fmt: skip
-    found = [Job(final_cell(place, best_setting(search, place, size), size, shared, seed))
-             for seed in range(seeds) for place in ended]  # fmt: skip
-    return [job for job in found if cell_key(job.cell) not in there]
+    found = []
+    for place in places_scheduled():
+        if not tuning_losses(search, place, size) or next_settings(search, place, size, budget):
+            continue
+        tried = at_full_size(lines, place)
+        if missing := larger_rates(best_setting(search, place, size), tried):
+            found += [final_cell(place, setting, size, shared, 0) for setting in missing]
+        else:
+            setting = min(tried, key=lambda each: tried[each])
+            found += [final_cell(place, setting, size, shared, seed) for seed in range(1, seeds)]
+    left = [cell for cell in found if cell_key(cell) not in there]
+    return [Job(cell) for cell in sorted(left, key=lambda cell: cell["seed"])]
 
 
 def run_search(request: Request, reporter: ProgressReporter, *, needs: float = 0.0) -> int:
@@ -206,7 +248,7 @@ def _check_participations(size: Size, num_examples: int, scale: str) -> None:
 
 
 def progress(out: Path, scale: str) -> str:
-    """A line per place: runs, whether its search has ended, its best setting and validation loss; and final runs."""
+    """A line per place: tuning runs, whether they have ended, the best loss and setting; and final runs by rate."""
     size, budget = SIZES_SCHEDULED[scale], BUDGET[scale]
     search, final = (
         [line for line in results_file.read(out / f"{name}.jsonl").lines if line["scale"] == scale]
@@ -218,11 +260,9 @@ def progress(out: Path, scale: str) -> str:
         if tried:
             best = best_setting(search, place, size)
             state = "searching" if next_settings(search, place, size, budget) else "ended"
-            losses = [line["result"]["test"]["tokens"] for line in final
-                      if (line["cell"]["row"], line["cell"]["column"]) == place]  # fmt: skip
+            full = "".join(f" {line['cell']['lr']:g}: {loss_of(line):.4f}" for line in final_lines(final, place))
             settings = " ".join(f"{name}={value:g}" for name, value in best)
-            tests = "".join(f" {loss:.4f}" if loss is not None else " –" for loss in losses)
-            shown.append(f"{place[1]:<16}{place[0]:<21}{len(tried):>3} {state:<10}{tried[best]:.4f} {settings}{tests}")
+            shown.append(f"{place[1]:<16}{place[0]:<21}{len(tried):>3} {state:<10}{tried[best]:.4f} {settings}{full}")
     return "\n".join(shown)
 
 
