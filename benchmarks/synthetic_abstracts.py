@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     report(f"{len(public):,} public abstracts, {len(private):,} private and {len(held_out):,} held out")
     files = write_rows(work / "train.jsonl", private), write_rows(work / "test.jsonl", held_out)
 
-    record = {**setting(options.device, options.commit), "runs": []}
+    record = {**setting(options.device, options.commit), "note": options.note, "runs": []}
     started = time.perf_counter()
     model, loss = public_model(tokenizer, public, options)
     record["public"] = {
@@ -199,8 +199,8 @@ def markdown(record: dict[str, Any]) -> str:
         bullets(
             [
                 "Losses are of held-out abstracts: means over tokens, then over texts. The classifier counts words.",
-                "The seconds are those of training, generating and comparing.",
-                shown["guarantee"],
+                f"The seconds are those of training, generating and comparing.{record['note'] and ' ' + record['note']}",
+                f"{shown['guarantee']}. Adjacency zero-out (one abstract becomes a blank), shuffled batches, closed form.",
             ]
         ),
         f"The first synthetic abstract of each subject at ε = {shown['epsilon']:g}:",
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=16, metavar="N", help="(default: 16)")
     parser.add_argument("--epochs", type=float, default=5, help="of the private runs (default: 5)")
     parser.add_argument("--tiny", action="store_true", help="made-up texts and a tiny model")
+    parser.add_argument("--note", default="", metavar="TEXT", help="a sentence on the times, such as what else ran")
     add_device(parser)
     add_json(parser)
     add_write(parser)
