@@ -199,8 +199,8 @@ def markdown(record: dict[str, Any]) -> str:
         bullets(
             [
                 "Losses are of held-out abstracts: means over tokens, then over texts. The classifier counts words.",
-                f"The seconds are those of training, generating and comparing.{record['note'] and ' ' + record['note']}",
-                f"{shown['guarantee']}. Adjacency zero-out (one abstract becomes a blank), shuffled batches, closed form.",
+                f"The seconds are those of training, generating and comparing. {record['note']}".rstrip(),
+                f"{shown['guarantee']}; adjacency zero-out (one abstract becomes a blank), shuffled, closed form.",
             ]
         ),
         f"The first synthetic abstract of each subject at ε = {shown['epsilon']:g}:",
