@@ -146,7 +146,13 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 """In the table's order."""
 
-JOINT = Row(name="joint_moments", label="JME", knobs=(rates(5e-4), _EPS))
+ONLY_SCHEDULED: tuple[Row, ...] = (
+    Row(name="joint_moments", label="JME", knobs=(rates(5e-4), _EPS)),
+    Row(name="rows_scaled", label="scale-then-privatize with row means", beyond=True,
+        knobs=(rates(1e-3), _EPS_OVER_LITTLE, _CLIP_NORM)),
+    Row(name="filtered_rows_scaled", label="scale-then-privatize with row means of filtered gradients", beyond=True,
+        knobs=(rates(1e-3), _EPS_OVER_LITTLE, _CLIP_NORM)),
+)  # fmt: skip
 """Only in the table with scheduled learning rates."""
 
 EXPONENTS = {"scale_then_privatize": 0.5, "exponent_quarter": 0.25, "exponent_third": 1 / 3}
@@ -210,7 +216,7 @@ PAPER_GRADIENT = 0.27
 
 def row(name: str) -> Row:
     """The row of that name."""
-    return next(each for each in (*ROWS, JOINT) if each.name == name)
+    return next(each for each in (*ROWS, *ONLY_SCHEDULED) if each.name == name)
 
 
 def column(name: str) -> Column:

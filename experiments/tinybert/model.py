@@ -18,6 +18,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.optim import Adam, PrivateOptimizer
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient, PrivacyPlan
+from experiments.tinybert.candidates import rows_scaled
 from experiments.tinybert.data import Part, Texts, make_part
 from experiments.tinybert.grid import EXPONENTS
 
@@ -145,6 +146,9 @@ def optimizer_of(
                 return optim.scale_then_privatize(
                     model, plan, rate, rule=PLAIN_ADAM, eps_scale=eps_scale, exponent=EXPONENTS[name], **common
                 )
+            case "rows_scaled" | "filtered_rows_scaled" as name:
+                filtered = name == "filtered_rows_scaled"
+                return rows_scaled(model, plan, rate, eps_scale=eps_scale_of(cell, plan), filtered=filtered, **common)
             case "delayed":
                 return optim.delayed_preconditioner(
                     model, plan, rate, plain_steps=int(cell["period"]), eps=cell["eps"], **common

@@ -68,6 +68,7 @@ COLUMN_ORDER = (
 _EPS = rates(1e-4, low=1e-5, high=0.1).grid
 _LR_AND_EPS = ({"lr": 1}, {"lr": 1, "eps": 1})
 _LR_AND_MOMENTUM = ({"lr": 1}, {"lr": -1, "momentum": 1})
+_RATE_WITH_SCALE = ({"lr": 1}, {"lr": 1, "eps_over_noise": 1}, {"clip_norm": 1})
 _MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98)  # 1/(1 − momentum) is 1, 2, 5, 10, …, like the learning rates
 _OVER_NOISE = (0.5, 0.8, 1.1, 1.5, 2.0, 4.0, 8.0)
 _OVER_LITTLE = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # moves together with the learning rate
@@ -129,8 +130,18 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
     ),
     _row(
         "noiseless_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS},
-        ({"lr": 1}, {"lr": 1, "eps_over_noise": 1}, {"clip_norm": 1}),
+        _RATE_WITH_SCALE,
         banded=(0.01, 0.2, 1.0), independent_low=(5e-3, 1.0, 1.0), independent=(1e-3, 0.5, 1.0),
+    ),
+    _row(
+        "rows_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS}, _RATE_WITH_SCALE,
+        banded=(5e-3, 0.2, 0.25), independent=(5e-4, 0.5, 0.1),
+        independent_x4=(1e-3, 0.5, 0.1), banded_x4=(0.01, 0.5, 0.25),
+    ),
+    _row(
+        "filtered_rows_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS}, _RATE_WITH_SCALE,
+        banded=(5e-3, 0.2, 0.25), independent=(5e-4, 0.5, 0.1),
+        independent_x4=(1e-3, 0.5, 0.1), banded_x4=(0.01, 0.5, 0.25),
     ),
     _row("non_private_adam", {}, (), none=(5e-3,)),
     _row("non_private_sgd", {"momentum": _MOMENTA}, _LR_AND_MOMENTUM, none=(0.05, 0.9)),
@@ -142,7 +153,7 @@ def places_scheduled() -> list[Place]:
     """All places, in the order in which they run.
 
     >>> len(places_scheduled()), places_scheduled()[0]
-    (41, ('scale_then_privatize', 'banded'))
+    (49, ('scale_then_privatize', 'banded'))
     """
     return [(each.name, column) for column in COLUMN_ORDER for each in ROWS_SCHEDULED if column in each.starts]
 

@@ -31,8 +31,8 @@ from experiments.tinybert.data import Marks, laid_out, make_part, read_corpus, s
 from experiments.tinybert.experiment import build_workspace, run_table
 from experiments.tinybert.grid import (
     COLUMNS,
-    JOINT,
     NON_PRIVATE,
+    ONLY_SCHEDULED,
     ROWS,
     SIZES,
     Hyperparameter,
@@ -282,7 +282,7 @@ class TestPrivacy:
         assert tuned.noise_multiplier == pytest.approx(final.noise_multiplier * 256 / 2048)
 
 
-@pytest.mark.parametrize("name", [each.name for each in (*ROWS, JOINT)])
+@pytest.mark.parametrize("name", [each.name for each in (*ROWS, *ONLY_SCHEDULED)])
 def test_every_row_trains(workspace, name):
     kind = "none" if name.startswith("non_private") else "independent_low"
     outcome = run(cell(name, kind), workspace)
