@@ -329,14 +329,18 @@ def render_into(
     begin, end = marks(text, experiment)
     only_table = experiment.table is not None and begin == _begin(f"{experiment.name} table")
     section = experiment.table(lines) if only_table and experiment.table else experiment.markdown(lines)
-    page.write_text(_replaced(text, begin, end, section), encoding="utf-8")
+    page.write_text(replaced(text, begin, end, section), encoding="utf-8")
     return [page, *(_draw(experiment, lines, page.parent / "images") if pictures and not only_table else [])]
 
 
 def marks(text: str, experiment: Experiment) -> tuple[str, str]:
     """The marks that a page has for the experiment's table, or else for its section."""
     has_table = experiment.table is not None and _begin(f"{experiment.name} table") in text
-    name = f"{experiment.name} table" if has_table else experiment.name
+    return marks_named(text, f"{experiment.name} table" if has_table else experiment.name)
+
+
+def marks_named(text: str, name: str) -> tuple[str, str]:
+    """The marks of that name, which the page must have once each."""
     begin, end = _begin(name), f"<!-- end {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the page must hold the marks {begin} and {end} once each, in this order; add them")
@@ -347,10 +351,10 @@ def _begin(name: str) -> str:
     return f"<!-- begin {name} -->"
 
 
-def _replaced(text: str, begin: str, end: str, section: str) -> str:
+def replaced(text: str, begin: str, end: str, section: str) -> str:
     """The text with what is between the marks replaced.
 
-    >>> _replaced("a\\n<x>\\nold\\n</x>\\nb", "<x>", "</x>", "new")
+    >>> replaced("a\\n<x>\\nold\\n</x>\\nb", "<x>", "</x>", "new")
     'a\\n<x>\\nnew\\n</x>\\nb'
     """
     before, _, rest = text.partition(begin)

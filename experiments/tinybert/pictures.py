@@ -294,7 +294,7 @@ def markdown(lines: Sequence[Line]) -> str:
     if not own:
         return "There are no runs for a picture yet."
     in_pictures = list({id(line): line for some in own.values() for line in some}.values())
-    parts = [made_by(in_pictures, command("tinybert figures", in_pictures))]
+    parts = [made_by(in_pictures, command("experiments tinybert figures", in_pictures))]
     for name, words in WORDS.items():
         if name in own:
             parts += [f"![{words.title}](images/figures-{name}.png)", words.caption, words.finding(own[name])]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpoptim.app.comparison.intervals import mean_interval
+from dpoptim.app.comparison.intervals import Interval, mean_interval
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient
 from dpoptim.theory import Candidate
@@ -17,6 +18,7 @@ from experiments.results_file import Line, cell_key
 from experiments.tinybert.grid import (
     COLUMNS,
     DELTA,
+    JOINT,
     NON_PRIVATE,
     PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
@@ -45,10 +47,16 @@ from experiments.tinybert.schedule import (
 )
 
 Losses = Mapping[int, float]  # by seed
-Scores = Mapping[tuple[str, str], Losses]  # by (row, column)
+Scores = Mapping[Place, Losses]
 
 
-def scores(lines: Sequence[Line]) -> Scores:
+def masked_token_loss(result: Mapping[str, Any]) -> float | None:
+    """The mean over masked tokens; None if the run diverged."""
+    loss: float | None = result["test"]["tokens"]
+    return loss
+
+
+def scores(lines: Sequence[Line], loss_in: Callable[[Mapping[str, Any]], float | None] = masked_token_loss) -> Scores:
     """Test losses of the final runs; ("none", "none") is the model without fine-tuning.
 
     A run that diverged counts as infinite. Of two runs of one seed, and of two settings, the later one counts.
@@ -62,7 +70,7 @@ def scores(lines: Sequence[Line]) -> Scores:
             setting = setting_of(cell) if cell["purpose"] == "final" else ()
             if settings.setdefault(place, setting) != setting:
                 settings[place], found[place] = setting, {}
-            loss = result["test"]["tokens"]
+            loss = loss_in(result)
             own = found.setdefault(place, {})
             own[cell["seed"]] = math.inf if loss is None or result["ended"] == "diverged" else loss
     return found
@@ -73,16 +81,16 @@ def mean(losses: Losses) -> float:
     return sum(losses.values()) / len(losses)
 
 
-def command(names: str, lines: Sequence[Line]) -> str:
+def command(module: str, lines: Sequence[Line]) -> str:
     """The command that made the lines; the number of workers is not recorded.
 
-    >>> command("tinybert", [{"scale": "paper", "setting": {"machine": "NVIDIA H200"}}])
+    >>> command("experiments tinybert", [{"scale": "paper", "setting": {"machine": "NVIDIA H200"}}])
     'python -m experiments tinybert --scale paper --data DIR --model DIR --device cuda'
     """
     scale = lines[0]["scale"]
     given = "" if scale == "smoke" else " --data DIR --model DIR"
     on_gpu = any(provenance.is_gpu(line["setting"]["machine"]) for line in lines)
-    return f"python -m experiments {names} --scale {scale}{given}{' --device cuda' if on_gpu else ''}"
+    return f"python -m {module} --scale {scale}{given}{' --device cuda' if on_gpu else ''}"
 
 
 LEVEL = 0.005
@@ -104,7 +112,8 @@ class Claim:
 _PRIVATE = ("post_processing", "independent_moments", "bias_correction", "scale_then_privatize", "dp_sgd")
 
 
-def _behind(worse: str, better: str) -> Callable[[Mapping[str, float]], float]:
+def behind(worse: str, better: str) -> Callable[[Mapping[str, float]], float]:
+    """By how much a row is behind a better one."""
     return lambda loss: loss[worse] - loss[better]
 
 
@@ -119,25 +128,25 @@ CLAIMS = (
     Claim(
         "(ours) and ahead of post-processing with ε_s tuned by",
         ("scale_then_privatize", "post_processing_eps"),
-        _behind("post_processing_eps", "scale_then_privatize"),
+        behind("post_processing_eps", "scale_then_privatize"),
         ours=True,
     ),
     Claim(
         "IME is worse than post-processing: behind by",
         ("independent_moments", "post_processing"),
-        _behind("independent_moments", "post_processing"),
+        behind("independent_moments", "post_processing"),
     ),
     Claim(
         "a noiseless preconditioner is no better than post-processing: behind by",
         ("noiseless", "post_processing"),
-        _behind("noiseless", "post_processing"),
+        behind("noiseless", "post_processing"),
         holds_above=-LEVEL,
         fails_below=-LEVEL,
     ),
     Claim(
         "(ours) nor better than post-processing with ε_s tuned in the same way: behind by",
         ("noiseless", "post_processing_eps"),
-        _behind("noiseless", "post_processing_eps"),
+        behind("noiseless", "post_processing_eps"),
         holds_above=-LEVEL,
         fails_below=-LEVEL,
         ours=True,
@@ -145,48 +154,98 @@ CLAIMS = (
     Claim(
         "with scale-then-privatize a noiseless one helps: ahead by",
         ("noiseless_scaled", "scale_then_privatize"),
-        _behind("scale_then_privatize", "noiseless_scaled"),
+        behind("scale_then_privatize", "noiseless_scaled"),
     ),
     Claim(
         "DP-SGD is worse than post-processing: behind by",
         ("dp_sgd", "post_processing"),
-        _behind("dp_sgd", "post_processing"),
+        behind("dp_sgd", "post_processing"),
     ),
     Claim(
         "(ours) and worse than post-processing with ε_s tuned: behind by",
         ("dp_sgd", "post_processing_eps"),
-        _behind("dp_sgd", "post_processing_eps"),
+        behind("dp_sgd", "post_processing_eps"),
         ours=True,
     ),
 )
 
 
-def compared(claim: Claim, found: Scores, column: str, paper: Mapping[str, float]) -> str | None:
+@dataclass(frozen=True)
+class Margin:
+    """A margin over seeds. Its bounds also contain the tuning errors of its rows; one seed has no bounds."""
+
+    over_seeds: Interval
+    bounds: tuple[float, float] | None
+
+    def in_brackets(self) -> str:
+        """The mean and the bounds."""
+        shown = thousandths(self.over_seeds.mean)
+        return shown if self.bounds is None else f"{shown} [{', '.join(map(thousandths, self.bounds))}]"
+
+
+def margin_over(
+    margin: Callable[[Mapping[str, float]], float], rows: Mapping[str, Losses], gains: Mapping[str, float]
+) -> Margin | None:
+    """The margin over the seeds that all rows have; None if there is no such seed.
+
+    A perfectly tuned row may be lower by its gain, never higher. A margin only rises or only falls with each row, so it
+    is extreme where each row is as it is or lower by its whole gain.
+
+    >>> rows = {"worse": {0: 4.0, 1: 4.2}, "better": {0: 3.9, 1: 4.1}}
+    >>> found = margin_over(lambda loss: loss["worse"] - loss["better"], rows, {"worse": 0.03, "better": 0.01})
+    >>> found.in_brackets()
+    '0.100 [0.070, 0.110]'
+    """
+    seeds = sorted(set.intersection(*map(set, rows.values())))
+    if not seeds:
+        return None
+
+    def less(lower: Sequence[float]) -> Interval:
+        losses = [{name: rows[name][seed] - by for name, by in zip(rows, lower, strict=True)} for seed in seeds]
+        return mean_interval([margin(each) for each in losses])
+
+    over_seeds = less([0.0] * len(rows))
+    if over_seeds.half_width is None:
+        return Margin(over_seeds, None)
+    means = [less(lower).mean for lower in itertools.product(*((0.0, gains.get(name, 0.0)) for name in rows))]
+    return Margin(over_seeds, (min(means) - over_seeds.half_width, max(means) + over_seeds.half_width))
+
+
+Gains = Mapping[Place, float | None]
+"""How much lower a place may be if it were tuned perfectly; None where that is unknown."""
+
+
+def compared(
+    claim: Claim, found: Scores, column: str, paper: Mapping[str, float], gains: Gains | None = None
+) -> str | None:
     """Our margin, the mean over the seeds that all rows have, next to the paper's; None if there is none.
 
     Rows of one seed saw the same batches and normals, so margins are computed seed by seed. One seed decides nothing.
-    With several, the 95 % interval decides: a claim that one row is ahead fails if the rows are level.
+    With several, the 95 % interval decides: a claim that one row is ahead fails if the rows are level. With `gains`,
+    the interval also contains them; a star marks a verdict that needs an unknown one.
 
     >>> scores = {("independent_moments", "x"): {0: 4.0, 1: 4.1}, ("post_processing", "x"): {0: 3.5, 1: 3.59}}
     >>> paper = {"independent_moments": 3.6, "post_processing": 3.5}
     >>> compared(CLAIMS[2], scores, "x", paper), compared(CLAIMS[2], scores, "y", paper)
     ('0.505 ± 0.064 (0.100), holds', None)
     """
-    rows = {name: found.get((name, column), {}) for name in claim.needs}
-    seeds = sorted(set.intersection(*map(set, rows.values())))
-    if not seeds:
+    own = [(gains or {}).get((name, column)) for name in claim.needs]
+    margin = margin_over(
+        claim.margin,
+        {name: found.get((name, column), {}) for name in claim.needs},
+        {name: gain or 0.0 for name, gain in zip(claim.needs, own, strict=True)},
+    )
+    if margin is None:
         return None
-    margins = [claim.margin({name: rows[name][seed] for name in rows}) for seed in seeds]
-    if not all(map(math.isfinite, margins)):
+    if not math.isfinite(margin.over_seeds.mean):
         return "a run diverged"
-    margin = mean_interval(margins)
     verdict = ""
-    if margin.half_width is not None:
-        holds = margin.mean - margin.half_width > claim.holds_above
-        fails = margin.mean + margin.half_width < claim.fails_below
+    if margin.bounds is not None:
+        holds, fails = margin.bounds[0] > claim.holds_above, margin.bounds[1] < claim.fails_below
         verdict = ", holds" if holds else ", fails" if fails else ", undecided"
+        verdict += "*" if gains is not None and None in own else ""
     of_paper = "–" if claim.ours else thousandths(claim.margin(paper))
-    return f"{spread(margin)} ({of_paper}){verdict}"
+    return f"{spread(margin.over_seeds) if gains is None else margin.in_brackets()} ({of_paper}){verdict}"
 
 
 PLAIN = "post_processing"
@@ -268,13 +327,13 @@ def markdown(lines: Sequence[Line]) -> str:
     scale = lines[0]["scale"]
     found = scores(lines)
     parts = [
-        made_by(lines, command("tinybert", lines)),
+        made_by(lines, command("experiments tinybert", lines)),
         _what(lines, SIZES[scale]),
         main_table(lines),
         _signal(lines),
         _in_both_precisions(lines),
         _guarantees(lines),
-        _claims(found),
+        claims_table(CLAIMS, found),
         _equal_errors(lines, found),
         _beyond(lines, found),
         _tuning(lines, SIZES[scale]),
@@ -310,20 +369,31 @@ def _is_tuning(line: Line) -> bool:
 def main_table(lines: Sequence[Line]) -> str:
     """Our test losses next to the paper's, by optimizer and noise."""
     found = scores(lines)
-    titles = ["test loss, ours (the paper's)", *(each.label for each in WITH_NOISE)]
-    rows = [["no fine-tuning", _beside(found.get(("none", "none")), PAPER_WITHOUT_NOISE["none"]), "", ""]]
-    for name in NON_PRIVATE:
-        rows.append([row(name).label, _beside(found.get((name, "none")), PAPER_WITHOUT_NOISE[name]), "", ""])
-    for each in ROWS:
-        if each.beyond or each.name in NON_PRIVATE:
-            continue
-        cells = [_beside(found.get((each.name, kind.name)), kind.paper.get(each.name)) for kind in WITH_NOISE]
-        if set(cells) != {"– (–)"}:
-            rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
-    private = [_private_line(lines, kind) for kind in WITH_NOISE]
-    epsilons = [epsilon_shown(line["epsilon"] if line else None) for line in private]
-    rows.append([f"ε of a private row (δ = {DELTA:g}, zero-out)", *epsilons])
+
+    def cell(place: Place) -> str:
+        of_paper = PAPER_WITHOUT_NOISE if place[1] == "none" else column(place[1]).paper
+        return _beside(found.get(place), of_paper.get(place[0]))
+
+    titles, rows = by_place("test loss, ours (the paper's)", cell, empty="– (–)")
+    rows.insert(0, ["no fine-tuning", cell(("none", "none")), "", ""])
+    rows.append([f"ε of a private row (δ = {DELTA:g}, zero-out)", *epsilons(lines)])
     return table(titles, rows)
+
+
+def by_place(title: str, cell: Callable[[Place], str], *, empty: str = "–") -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of a table like the paper's; rows whose cells are all `empty` are left out."""
+    rows = [[row(name).label, cell((name, "none")), "", ""] for name in NON_PRIVATE]
+    for each in (*ROWS, JOINT):
+        if not each.beyond and each.name not in NON_PRIVATE:
+            label = each.label + (" (NOT private)" if each.note else "")
+            rows.append([label, *(cell((each.name, kind.name)) for kind in WITH_NOISE)])
+    return [title, *(kind.label for kind in WITH_NOISE)], [own for own in rows if set(own[1:]) - {empty, ""}]
+
+
+def epsilons(lines: Sequence[Line]) -> list[str]:
+    """The ε of a private row in each of the paper's columns, or a dash."""
+    private = [_private_line(lines, kind) for kind in WITH_NOISE]
+    return [epsilon_shown(line["epsilon"] if line else None) for line in private]
 
 
 def _private_line(lines: Sequence[Line], kind: Column) -> Line | None:
@@ -333,10 +403,11 @@ def _private_line(lines: Sequence[Line], kind: Column) -> Line | None:
 
 
 def _beside(losses: Losses | None, paper: float | None) -> str:
-    return f"{_shown(losses) if losses else '–'} ({'–' if paper is None else f'{paper:.3f}'})"
+    return f"{shown_losses(losses) if losses else '–'} ({'–' if paper is None else f'{paper:.3f}'})"
 
 
-def _shown(losses: Losses) -> str:
+def shown_losses(losses: Losses) -> str:
+    """The mean over seeds, and its interval."""
     return spread(mean_interval(list(losses.values())))
 
 
@@ -399,12 +470,12 @@ def _guarantees(lines: Sequence[Line]) -> str:
     return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
 
 
-def _claims(found: Scores) -> str:
+def claims_table(claims: Sequence[Claim], found: Scores, gains: Gains | None = None) -> str:
+    """Whether claims hold in each of the paper's columns, and the rule."""
     rows = []
-    for claim in CLAIMS:
-        margins = [compared(claim, found, kind.name, kind.paper) for kind in WITH_NOISE]
-        if any(margins) or not claim.ours:
-            rows.append([claim.text, *(margin or "–" for margin in margins)])
+    for claim in claims:
+        margins = [compared(claim, found, kind.name, kind.paper, gains) for kind in WITH_NOISE]
+        rows.append([claim.text, *(margin or "–" for margin in margins)])
     rule = (
         "Margins are computed seed by seed. A claim holds if the 95 % interval lies above 0 and fails if it lies below "
         f"{LEVEL:g}, a distance that counts as level; “no better” holds above −{LEVEL:g} and fails below. Otherwise it "
@@ -461,7 +532,7 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
     if of_row:
         known = [(name, "independent") for name in BESIDE if (name, "independent") in found]
         in_order = _best_first([*of_row, *known], found)
-        rows = [[BESIDE.get(name, row(name).label), _shown(found[name, kind]), behind]
+        rows = [[BESIDE.get(name, row(name).label), shown_losses(found[name, kind]), behind]
                 for (name, kind), behind in in_order]  # fmt: skip
         parts.append(
             f"Further rows ({column('independent').label}), next to rows of the table:\n\n"
@@ -471,7 +542,8 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
         rows = []
         for (name, kind), behind in _best_first(of_column, found):
             plan = final_lines(lines, (name, kind))[0]["plan"]
-            rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind]), behind])
+            shown = shown_losses(found[name, kind])
+            rows.append([column(kind).label, number(plan["noise_multiplier"], 4), shown, behind])
         parts.append(
             f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, adjacency zero-out, the "
             "best noise first:"

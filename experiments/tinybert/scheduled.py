@@ -9,7 +9,8 @@ Small batches are noisier and prefer smaller learning rates. So the final runs o
 1.5 times the best of the search, and 1.5 times that if it was better. The other seeds run with the best of these.
 
 `python -m experiments.tinybert.scheduled search` appends to OUT/scheduled_search.jsonl, and `final` to
-OUT/scheduled.jsonl. Runs that are in these files are not run again.
+OUT/scheduled.jsonl. Runs that are in these files are not run again. `render --docs PAGE` puts the report of both files
+between the marks of a page; without a page it prints the report.
 """
 
 from __future__ import annotations
@@ -241,8 +242,7 @@ def run_search(request: Request, reporter: ProgressReporter, *, needs: float = 0
 def run_final(request: Request, reporter: ProgressReporter, *, needs: float = 0.0) -> int:
     """Run the final runs of places whose search has ended; returns how many are left of these."""
     size, budget = SIZES_SCHEDULED[request.scale], BUDGET[request.scale]
-    search = [line for line in results_file.read(request.file(SEARCH)).lines if line["scale"] == request.scale]
-
+    search = lines_in(request.out, SEARCH, request.scale)
     seeds = request.seeds or size.seeds
     return run_jobs(
         request, reporter, lambda lines, shared: final_jobs(lines, search, size, budget, seeds, shared),
@@ -258,13 +258,15 @@ def _check_participations(size: Size, num_examples: int, scale: str) -> None:
         )
 
 
+def lines_in(out: Path, name: str, scale: str) -> list[Line]:
+    """The lines of one scale in the file of that name."""
+    return [line for line in results_file.read(out / f"{name}.jsonl").lines if line["scale"] == scale]
+
+
 def progress(out: Path, scale: str) -> str:
     """A line per place: tuning runs, whether they have ended, the best loss and setting; and final runs by rate."""
     size, budget = SIZES_SCHEDULED[scale], BUDGET[scale]
-    search, final = (
-        [line for line in results_file.read(out / f"{name}.jsonl").lines if line["scale"] == scale]
-        for name in (SEARCH, FINAL)
-    )
+    search, final = (lines_in(out, name, scale) for name in (SEARCH, FINAL))
     shown = []
     for place in places_scheduled():
         tried = tuning_losses(search, place, size)
@@ -286,6 +288,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model=options.model, commit=options.commit, time_limit=time_limit, only=tuple(options.only or ()),
     )  # fmt: skip
     try:
+        if options.what == "render":
+            from experiments.tinybert import scheduled_report  # which reads the plan from this module
+
+            scheduled_report.render(options.docs, options.out, options.scale)
+            return 0
         if options.what != "progress":
             with reporter_for(Console(stderr=True)) as reporter:
                 runs = run_search if options.what == "search" else run_final
@@ -301,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_line() -> argparse.ArgumentParser:
     """The parser of `python -m experiments.tinybert.scheduled`."""
     parser = argparse.ArgumentParser(prog="python -m experiments.tinybert.scheduled", allow_abbrev=False)
-    parser.add_argument("what", choices=("search", "final", "progress"), help="progress runs nothing")
+    parser.add_argument("what", choices=("search", "final", "progress", "render"), help="the last two run nothing")
     parser.add_argument("--scale", choices=SCALES, default="paper")
     parser.add_argument("--data", metavar="D", help="a folder of packed ids; search reads only its first train file")
     add_machine(parser)
@@ -313,6 +320,7 @@ def command_line() -> argparse.ArgumentParser:
         help="start no run with less time left; grows to what the longest run took; 0 starts runs until the limit",
     )  # fmt: skip
     parser.add_argument("--only", action="append", metavar="NAME=VALUE", help="only runs with this setting")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="the page that render fills between its marks")
     add_output(parser)
     return parser
 

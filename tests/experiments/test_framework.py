@@ -324,7 +324,7 @@ def test_the_bar_fits_into_80_columns(cell):
 )
 def test_the_command_names_the_device(machine, scale, given):
     lines = [{"scale": scale, "setting": {"machine": machine}}]
-    assert command("tinybert", lines) == f"python -m experiments tinybert --scale {scale}{given}"
+    assert command("experiments tinybert", lines) == f"python -m experiments tinybert --scale {scale}{given}"
 
 
 def test_one_gpu_line_is_enough_to_name_it():

@@ -241,3 +241,4 @@ def test_the_command_resumes_and_respects_the_limit(tmp_path, capsys):
     assert call("final")[0] == 0
     assert count("scheduled") in (2, 3), "with larger learning rates"
     assert " ended " in call("progress")[1]
+    assert "| post-processing | BandMF, σ = 1, b = 128 | lr 0.0" in call("render")[1]
