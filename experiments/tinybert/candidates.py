@@ -53,12 +53,13 @@ def _averaged(bundle: ParameterBundle, vector: Tensor) -> Tensor:
 
 
 def noise_shares(plan: PrivacyPlan) -> np.ndarray:
-    """By how much the moving average reduces the variance of the plan's noise, for each step."""
-    coefs = np.asarray(plan.strategy.noising_coefs)
+    """By how much the moving average reduces the variance of Toeplitz noise, for each step."""
+    row = plan.strategy.noising_row(plan.steps - 1)
+    coefs = np.pad(row, (0, plan.steps - len(row)))
     weights = (1 - FILTER) * FILTER ** np.arange(plan.steps)
     filtered = np.convolve(weights, coefs)[: plan.steps]
     debias = 1 - FILTER ** np.arange(1, plan.steps + 1)
-    return np.cumsum(filtered**2) / debias**2 / np.cumsum(coefs[: plan.steps] ** 2)
+    return np.cumsum(filtered**2) / debias**2 / np.cumsum(coefs**2)
 
 
 def rows_scaled(

@@ -18,8 +18,8 @@ from experiments.results_file import Line, cell_key
 from experiments.tinybert.grid import (
     COLUMNS,
     DELTA,
-    JOINT,
     NON_PRIVATE,
+    ONLY_SCHEDULED,
     PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
     ROWS,
@@ -383,7 +383,7 @@ def main_table(lines: Sequence[Line]) -> str:
 def by_place(title: str, cell: Callable[[Place], str], *, empty: str = "–") -> tuple[list[str], list[list[str]]]:
     """Titles and rows of a table like the paper's; rows whose cells are all `empty` are left out."""
     rows = [[row(name).label, cell((name, "none")), "", ""] for name in NON_PRIVATE]
-    for each in (*ROWS, JOINT):
+    for each in (*ROWS, *ONLY_SCHEDULED):
         if not each.beyond and each.name not in NON_PRIVATE:
             label = each.label + (" (NOT private)" if each.note else "")
             rows.append([label, *(cell((each.name, kind.name)) for kind in WITH_NOISE)])
