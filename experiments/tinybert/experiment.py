@@ -17,7 +17,7 @@ from experiments.progress import ProgressReporter
 from experiments.results_file import Line, cell_key
 from experiments.tinybert import model as models
 from experiments.tinybert.data import Corpus, fingerprint, laid_out, read_corpus, synthetic_corpus
-from experiments.tinybert.grid import COLUMNS, ONLY_SCHEDULED, ROWS, SIZES, Scoring, places
+from experiments.tinybert.grid import COLUMNS, CURVE, ONLY_SCHEDULED, ROWS, SIZES, Scoring, places
 from experiments.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
 from experiments.tinybert.training_run import Unfinished, Workspace, dtype_on
 from experiments.tinybert.workers import Workers, workers
@@ -91,7 +91,7 @@ def _check_only(request: Request) -> None:
     of_place = [text for text in request.only if text.startswith(("row=", "column="))]
     narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
     all_places += [(each.name, kind.name) for each in ONLY_SCHEDULED for kind in COLUMNS[1:]]
-    all_places += [("scale_then_privatize", each.name) for each in COLUMNS if each.larger > 1]
+    all_places += [("scale_then_privatize", each.name) for each in (*COLUMNS, *CURVE) if each.beyond]
     if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
         rows, columns = (sorted(set(names)) for names in zip(*all_places, strict=True))
         raise MissingInput(

@@ -205,6 +205,35 @@ COLUMNS: tuple[Column, ...] = (
     Column(name="banded_x16", label="BandMF, σ = 1, b = 24, batches 16 × larger", noise=_banded(24),
            noise_multiplier=1.0, larger=16, beyond=True),
 )  # fmt: skip
+EPSILONS = (1.0, 3.0, 10.0)
+
+
+def _at(epsilon: float, name: str, label: str, larger: int, **settings: Any) -> Column:
+    label = f"{label}, batches {larger} × larger" if larger > 1 else label
+    return Column(name=f"{name}_at_{epsilon:g}", label=f"{label}, ε = {epsilon:g}", larger=larger, epsilon=epsilon,
+                  beyond=True, **settings)  # fmt: skip
+
+
+def _cyclic(bands: int) -> dict[str, Any]:
+    return {"noise": _banded(bands), "sampling": lambda steps: CyclicPoisson(bands=min(bands, steps))}
+
+
+_POISSON: dict[str, Any] = {"sampling": lambda steps: Poisson()}
+CURVE: tuple[Column, ...] = tuple(
+    each
+    for epsilon in EPSILONS
+    for each in (
+        _at(epsilon, "poisson", "independent, Poisson samples", 1, **_POISSON),
+        _at(epsilon, "poisson_x4", "independent, Poisson samples", 4, **_POISSON),
+        _at(epsilon, "poisson_x16", "independent, Poisson samples", 16, **_POISSON),
+        _at(epsilon, "cyclic_x4", "BandMF, b = 8, cyclic Poisson samples", 4, **_cyclic(8)),
+        _at(epsilon, "cyclic_x16", "BandMF, b = 4, cyclic Poisson samples", 16, **_cyclic(4)),
+        _at(epsilon, "buffered_x4", "BLT", 4, noise=lambda steps: BufferedToeplitz(buffers=3)),
+        _at(epsilon, "inverse_x4", "banded inverse, 16 bands", 4,
+            noise=lambda steps: BandedInverse(bands=min(16, steps))),
+    )
+)  # fmt: skip
+"""Noise of the curve of the loss against ε, all with scheduled learning rates."""
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 """The paper's columns with noise."""
 
@@ -221,7 +250,7 @@ def row(name: str) -> Row:
 
 def column(name: str) -> Column:
     """The column of that name."""
-    return next(each for each in COLUMNS if each.name == name)
+    return next(each for each in (*COLUMNS, *CURVE) if each.name == name)
 
 
 def places(*, beyond: bool) -> list[tuple[str, str]]:
@@ -255,6 +284,7 @@ class Size:
     `standing_for` is the batch size whose noise in the average gradient a smaller batch keeps, so that tuning sees
     nearly the same problem. A smaller batch adds sampling noise, which matters more where there is little other noise.
     With an `average`, final runs are also scored at the exponential moving average of their weights with this decay.
+    Where an ε determines the noise, it is that of runs on `examples` texts, which tuning runs need not have.
     """
 
     steps: int
@@ -267,6 +297,7 @@ class Size:
     scoring: Scoring = Scoring()
     schedule: str = "constant"  # of the learning rate; see `rate_factor`
     average: float | None = None
+    examples: int | None = None
 
 
 SIZES = {
@@ -302,7 +333,8 @@ def plan_of(cell: Cell) -> PrivacyPlan:
     if cell["row"] in NON_PRIVATE:
         return PrivacyPlan(**_sizes(cell), clip_norm=float("inf"), noise_multiplier=0.0)
     steps = cell.get("standing_for_steps", cell["steps"])
-    multiplier = _multiplier(cell["row"], cell["column"], cell["num_examples"], cell["standing_for"], steps)
+    examples = cell.get("standing_for_examples", cell["num_examples"])
+    multiplier = _multiplier(cell["row"], cell["column"], examples, cell["standing_for"], steps)
     kind = column(cell["column"])
     return PrivacyPlan(
         **_sizes(cell),

@@ -165,20 +165,29 @@ def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cel
 
 def _tuning_sizes(place: Place, size: Size) -> Cell:
     """What distinguishes tuning runs of this size; if an ε determines the noise, it is the final run's."""
-    at_epsilon, larger = column(place[1]).epsilon is not None, column(place[1]).larger
-    return {"steps": max(size.tuning_steps // larger, 1), "batch_size": size.tuning_batch_size * larger,
-            **({"standing_for_steps": size.steps} if at_epsilon else {})}  # fmt: skip
+    kind = column(place[1])
+    sizes = {"steps": max(size.tuning_steps // kind.larger, 1), "batch_size": size.tuning_batch_size * kind.larger}
+    if kind.epsilon is None:
+        return sizes
+    if size.examples is None:
+        return {**sizes, "standing_for_steps": size.steps}
+    return {**sizes, "standing_for_steps": _final_steps(kind.larger, size, size.examples),
+            "standing_for_examples": size.examples}  # fmt: skip
 
 
 def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
     """A run whose test loss is reported. Larger batches make no more passes over the texts than smaller ones."""
     larger = column(place[1]).larger
-    sizes = {"steps": max(size.steps // larger, 1), "batch_size": larger * size.batch_size,
+    sizes = {"steps": _final_steps(larger, size, shared["num_examples"]), "batch_size": larger * size.batch_size,
              "standing_for": larger * size.standing_for}  # fmt: skip
-    if larger > 1 and (pass_steps := shared["num_examples"] // sizes["batch_size"]):
-        sizes["steps"] -= sizes["steps"] % pass_steps if sizes["steps"] > pass_steps else 0
     own = {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **_scheduled(size)}
     return {**own, **({} if size.average is None else {"average": size.average}), **shared, **dict(setting)}
+
+
+def _final_steps(larger: int, size: Size, num_examples: int) -> int:
+    """With larger batches as many times fewer steps, rounded down to whole passes over the texts."""
+    steps, of_a_pass = max(size.steps // larger, 1), num_examples // (larger * size.batch_size)
+    return steps - steps % of_a_pass if larger > 1 and 0 < of_a_pass < steps else steps
 
 
 def _scheduled(size: Size) -> Cell:

@@ -30,7 +30,7 @@ from experiments.options import add_machine, add_output
 from experiments.progress import ProgressReporter, reporter_for
 from experiments.results_file import Line, cell_key
 from experiments.tinybert.experiment import run_jobs
-from experiments.tinybert.grid import SIZES, Hyperparameter, Row, Size, rates, row
+from experiments.tinybert.grid import CURVE, EPSILONS, SIZES, Hyperparameter, Row, Size, rates, row
 from experiments.tinybert.schedule import (
     Cell,
     Job,
@@ -52,7 +52,7 @@ PARTICIPATIONS = 5
 SIZES_SCHEDULED = {
     "smoke": replace(SIZES["smoke"], schedule="wsd", average=0.99, tuned=True),
     "small": replace(SIZES["small"], schedule="wsd", average=0.99, tuned=True),
-    "paper": replace(SIZES["paper"], schedule="wsd", average=0.99, steps=1995),
+    "paper": replace(SIZES["paper"], schedule="wsd", average=0.99, steps=1995, examples=817_503),
 }
 BUDGET = {"smoke": 3, "small": 2, "paper": 16}
 """The most tuning runs of a place, the same for all."""
@@ -62,7 +62,8 @@ MOST_LARGER = 2
 SEARCH_FILES = 1
 """The search needs only the first train file: a tuning run draws 256,000 texts."""
 COLUMN_ORDER = (
-    "banded", "none", "independent_low", "independent", "independent_x4", "banded_x4", "independent_x16", "banded_x16"
+    "banded", "none", "independent_low", "independent", "independent_x4", "banded_x4", "independent_x16", "banded_x16",
+    *(each.name for each in CURVE),
 )  # fmt: skip
 """Which column runs first."""
 
@@ -90,6 +91,11 @@ def _row(
     return replace(row(name), knobs=knobs, moves=moves, starts=by_column)
 
 
+def _at_epsilons(noise: str, rates: tuple[float, ...], *others: float) -> dict[str, tuple[float, ...]]:
+    """Where the search of a noise of the curve starts, at each ε."""
+    return {f"{noise}_at_{epsilon:g}": (rate, *others) for epsilon, rate in zip(EPSILONS, rates, strict=True)}
+
+
 # Searches start one or two steps above the learning rates that were best without a schedule. Where ε_s dominates the
 # second moment, which holds for IME and JME, they start at the step lr/ε_s of DP-SGD.
 ROWS_SCHEDULED: tuple[Row, ...] = (
@@ -98,16 +104,24 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
         banded=(0.02, 0.5, 1.1), independent_low=(5e-3, 0.5, 1.5), independent=(1e-3, 0.25, 1.1),
         independent_x4=(5e-3, 0.1, 0.8), banded_x4=(0.05, 0.5, 1.1),
         independent_x16=(5e-3, 0.1, 0.8), banded_x16=(0.02, 0.5, 1.1),
+        **_at_epsilons("poisson", (1e-3, 1e-3, 2e-3), 0.25, 1.1),
+        **_at_epsilons("poisson_x4", (2e-3, 2e-3, 5e-3), 0.25, 1.1),
+        **_at_epsilons("poisson_x16", (5e-3, 5e-3, 0.01), 0.5, 1.1),
+        **_at_epsilons("cyclic_x4", (5e-3, 0.01, 0.02), 0.5, 1.1),
+        **_at_epsilons("cyclic_x16", (5e-3, 0.01, 0.02), 0.5, 1.1),
+        **_at_epsilons("buffered_x4", (5e-3, 0.01, 0.02), 0.5, 1.1),
+        **_at_epsilons("inverse_x4", (5e-3, 0.01, 0.02), 0.5, 1.1),
     ),
     _row(
         "post_processing", {}, (),
         banded=(0.02,), independent_low=(5e-3,), independent=(1e-3,), independent_x4=(5e-3,), banded_x4=(0.05,),
-        independent_x16=(5e-3,), banded_x16=(0.02,),
+        independent_x16=(5e-3,), banded_x16=(0.02,), **_at_epsilons("poisson", (1e-3, 1e-3, 2e-3)),
     ),
     _row(
         "dp_sgd", {"momentum": _MOMENTA}, _LR_AND_MOMENTUM,
         banded=(2.0, 0.9), independent_low=(2.0, 0.9), independent=(0.2, 0.9),
         independent_x4=(1.0, 0.9), banded_x4=(2.0, 0.9), independent_x16=(2.0, 0.9), banded_x16=(2.0, 0.9),
+        **_at_epsilons("poisson", (0.2, 0.5, 0.5), 0.9),
     ),
     _row(
         "bias_correction", {"eps": _EPS}, _LR_AND_EPS,
@@ -154,7 +168,7 @@ def places_scheduled() -> list[Place]:
     """All places, in the order in which they run.
 
     >>> len(places_scheduled()), places_scheduled()[0]
-    (49, ('scale_then_privatize', 'banded'))
+    (76, ('scale_then_privatize', 'banded'))
     """
     return [(each.name, column) for column in COLUMN_ORDER for each in ROWS_SCHEDULED if column in each.starts]
 

@@ -7,7 +7,6 @@ estimates how much lower a place would be if its rate were tuned perfectly.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -261,11 +260,10 @@ def _against_constant(best: Sequence[Line], constant: Sequence[Line], scale: str
 
 def _settings(lines: Sequence[Line], search: Sequence[Line], gains: Gains, scale: str) -> str:
     """Where the search ended, and the learning rates at full size."""
-    size, budget, rows, missing = SIZES_SCHEDULED[scale], BUDGET[scale], [], Counter[str]()
+    size, budget, rows = SIZES_SCHEDULED[scale], BUDGET[scale], []
     for place in places_scheduled():
         tried = tuning_losses(search, place, size)
         if not tried:
-            missing[column(place[1]).label] += 1
             continue
         each, setting = row_scheduled(place[0]), best_setting(search, place, size)
         edge, more = on_edge(each, setting), wanted(each, place[1], tried)
@@ -281,6 +279,5 @@ def _settings(lines: Sequence[Line], search: Sequence[Line], gains: Gains, scale
         "learning rates (lr, the best first). * is an end of a grid, † a search that used up its "
         f"budget of {budget} runs, and a dash under gain one that is unknown."
     )
-    left = f" Not searched yet: {'; '.join(f'{n} rows of {label}' for label, n in missing.items())}." if missing else ""
     titles = ["optimizer", "noise", "chosen", "runs", "lr at full size", "gain"]
-    return f"{head}{left}\n\n" + table(titles, rows, left=3)
+    return f"{head}\n\n" + table(titles, rows, left=3)

@@ -18,7 +18,7 @@ from experiments.tinybert import model as models
 from experiments.tinybert import scheduled
 from experiments.tinybert.data import synthetic_corpus
 from experiments.tinybert.experiment import build_workspace
-from experiments.tinybert.grid import SIZES, Hyperparameter, Row, Scoring, guarantee, plan_of
+from experiments.tinybert.grid import SIZES, Hyperparameter, Row, Scoring, column, guarantee, plan_of
 from experiments.tinybert.schedule import (
     Setting,
     final_cell,
@@ -68,8 +68,8 @@ class TestSchedule:
         assert tuning_losses(lines, PLACE, SIZES["paper"]) == {SETTING: 4.0}
 
     def test_an_example_takes_part_five_times(self):
-        for column in ("banded", "independent"):
-            place, shared = ("post_processing", column), {"num_examples": 817_503}
+        for name in ("banded", "independent"):
+            place, shared = ("post_processing", name), {"num_examples": 817_503}
             cell = final_cell(place, SETTING, SIZES_SCHEDULED["paper"], shared, 0)
             assert plan_of(cell).max_participations == 5
             assert guarantee(cell, plan_of(cell))[0] == pytest.approx(13.6113, abs=1e-3)
@@ -86,6 +86,16 @@ class TestSchedule:
         tuning = tuning_cell(place, SETTING, size, {"num_examples": 272_501})
         assert (tuning["batch_size"], tuning["steps"]) == (larger * 256, 1000 // larger)
         assert plan_of(tuning).noise_multiplier == pytest.approx(1 / 8)
+
+    @pytest.mark.parametrize("name", ["poisson_x16_at_1", "cyclic_x4_at_10", "inverse_x4_at_3"])
+    def test_the_curve_has_its_epsilon_and_tuning_runs_its_noise(self, name):
+        place, size = ("scale_then_privatize", name), SIZES_SCHEDULED["paper"]
+        setting = first_setting(row_scheduled(place[0]), name)
+        final = plan_of(final_cell(place, setting, size, {"num_examples": 817_503}, 0))
+        tuned = plan_of(tuning_cell(place, setting, size, {"num_examples": 272_501}))
+        assert final.epsilon(delta=1e-7) == pytest.approx(column(name).epsilon, rel=1e-3)
+        assert final.noise_multiplier is not None
+        assert tuned.noise_multiplier == pytest.approx(final.noise_multiplier / 8)
 
 
 @pytest.mark.slow
@@ -134,10 +144,10 @@ class TestRuns:
 
 class TestPlan:
     def test_every_start_is_on_its_grid_and_every_move_has_knobs(self):
-        for name, column in places_scheduled():
+        for name, kind in places_scheduled():
             row = row_scheduled(name)
-            for knob, (_, value) in zip(row.knobs, first_setting(row, column), strict=True):
-                assert value in knob.grid, (name, column, knob.name)
+            for knob, (_, value) in zip(row.knobs, first_setting(row, kind), strict=True):
+                assert value in knob.grid, (name, kind, knob.name)
             assert {knob for move in row.directions() for knob in move} == {knob.name for knob in row.knobs}
 
     def test_ime_may_have_an_eps_up_to_a_tenth(self):
@@ -214,7 +224,7 @@ class TestPlan:
 
     def test_all_rows_of_the_table_are_in_it(self):
         assert len(ROWS_SCHEDULED) == 13
-        assert len(places_scheduled()) * BUDGET["paper"] == 784
+        assert len(places_scheduled()) * BUDGET["paper"] == 1216
 
 
 @pytest.mark.slow
