@@ -66,7 +66,7 @@ def test_truncated_log_is_mentioned(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is not a run directory"),
+        (["nowhere"], "nowhere does not exist"),
         (["folder.html"], "is not a run directory"),
         (["empty"], "log.jsonl is empty"),
         (["run", "-o", "missing/report.html"], "the folder missing does not exist"),

@@ -90,7 +90,8 @@ class RunHistory:
         self.folder, self.name = folder, name or folder.resolve().name
         log = folder / _LOG
         if not log.is_file():
-            raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
+            is_there = f"{folder} is not a run directory: it has no {_LOG}"
+            raise ValueError(is_there if folder.exists() else f"run directory {folder} does not exist")
         entries = read_log(log)
         if not entries:
             raise ValueError(f"{log} is empty; nothing was logged yet")
