@@ -45,7 +45,7 @@ def resident() -> float:
 
 
 class Run:
-    """A run that can go on step by step, and its releases."""
+    """A run that continues step by step, and its releases."""
 
     def __init__(self, noise: Any, steps: int, name: str):
         self.plan = dpoptim.PrivacyPlan(

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.framework import MissingInput, marks_named, replaced
 from experiments.markdown import made_by, table, thousandths
 from experiments.results_file import Line
-from experiments.tinybert.grid import SIZES, column, row
+from experiments.tinybert.grid import CURVE, DELTA, EPSILONS, SIZES, column, row
 from experiments.tinybert.report import (
     CLAIMS,
     Claim,
@@ -34,6 +34,7 @@ from experiments.tinybert.schedule import Place, Setting, on_edge, setting_of, t
 from experiments.tinybert.scheduled import (
     BUDGET,
     FINAL,
+    ROWS_SCHEDULED,
     SEARCH,
     SIZES_SCHEDULED,
     at_full_size,
@@ -89,6 +90,7 @@ def markdown(lines: Sequence[Line], search: Sequence[Line], constant: Sequence[L
         main_table(best),
         _other_losses(best, found),
         _larger_batches(found, gains, scale),
+        _curve(found),
         _claims(lines, found, gains),
         _against_constant(best, constant, scale),
         _settings(lines, search, gains, scale),
@@ -217,6 +219,24 @@ def _larger_batches(found: Scores, gains: Gains, scale: str) -> str:
         "**Larger batches.** As many passes over the texts in fewer steps, at the same σ and ε. In parentheses is the "
         f"change from a batch of {batches[0]}; brackets are as for the claims below. BandMF has fewer bands in fewer "
         "steps.\n\n" + table(["test loss", "noise", *batches], rows, left=2)
+    )
+
+
+def _curve(found: Scores) -> str:
+    """Losses by ε of the rows and noises of the curve that have runs."""
+    kinds = dict.fromkeys(each.name.rpartition("_at_")[0] for each in CURVE)
+    rows = []
+    for each in ROWS_SCHEDULED:
+        for kind in kinds:
+            losses = [found.get((each.name, f"{kind}_at_{epsilon:g}")) for epsilon in EPSILONS]
+            if any(losses):
+                label = column(f"{kind}_at_{EPSILONS[0]:g}").label.rpartition(", ε")[0]
+                rows.append([each.label, label, *("–" if one is None else shown_losses(one) for one in losses)])
+    if not rows:
+        return ""
+    return (
+        f"**Loss against ε,** at δ = {DELTA:g}, adjacency zero-out, with the same number of passes over the texts.\n\n"
+        + table(["test loss", "noise", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows, left=2)
     )
 
 

@@ -101,3 +101,13 @@ def test_a_changed_final_run_would_be_detected():
         changed = line | {"result": line["result"] | {"test": test}}
         others = [changed if each is line else each for each in lines]
         assert report.markdown(others, search, constant) != expected, line["cell"]
+
+
+def test_the_curve_has_a_row_for_each_noise_with_runs():
+    found = {("dp_sgd", "poisson_at_10"): {0: 3.9}, ("scale_then_privatize", "cyclic_x4_at_1"): {0: 3.61}}
+    *_, ours, theirs = report._curve(found).splitlines()
+    assert (
+        ours == "| scale-then-privatize | BandMF, b = 8, cyclic Poisson samples, batches 4 × larger | 3.610 | – | – |"
+    )
+    assert theirs == "| DP-SGD | independent, Poisson samples | – | – | 3.900 |"
+    assert report._curve({}) == ""
