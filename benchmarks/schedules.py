@@ -97,13 +97,13 @@ def markdown(record: dict[str, Any]) -> str:
             more = [a - b for a, b in zip(losses, base, strict=True)]
             error = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 and name != DEFAULT else None
             difference = "" if error is None else f"{statistics.mean(more):+.3f} ± {error:.3f}"
-            rows.append([task, name, f"{statistics.mean(losses):.3f}", difference, rate])
-    titles = ["task", "schedule", "loss", "minus the default", "best rate"]
-    seeds = max(len(losses) for task in record["tasks"].values() for row in task.values() for losses in row.values())
+            edge = "*" if rate == list(found[name])[-1] else ""
+            rows.append([task, name, f"{statistics.mean(losses):.3f}", difference, rate + edge, str(len(losses))])
+    titles = ["task", "schedule", "loss", "minus the default", "best rate", "seeds"]
     about = f"{heading(record)}. By `python benchmarks/schedules.py`; its docstring explains the rows."
     notes = [
-        f"Held-out losses at ε = {EPSILON:g}, δ = 1e-5, blanking one record: means of {seeds} seeds. Differences are "
-        "paired by seed, with their standard error.",
+        f"Held-out losses at ε = {EPSILON:g}, δ = 1e-5, blanking one record: means over seeds. Differences are paired "
+        "by seed, with their standard error. * is the largest rate that was tried.",
         f"The moving average has a decay of {DECAY:g}.",
     ]
     return page("Schedules and averaged weights", about, markdown_table(titles, rows), bullets(notes))
