@@ -6,7 +6,8 @@ until none is better. The rows differ from the table's in their grids, in where 
 learning rate moves together with ε_s (or against the momentum), because their ratio matters more than either.
 
 Small batches are noisier and prefer smaller learning rates. So the final runs of the first seed also try larger rates:
-1.5 times the best of the search, and 1.5 times that if it was better. The other seeds run with the best of these.
+1.5 times the best of the search, and 1.5 times that if it was better. If the best of the search diverges, they try
+smaller ones. The other seeds run with the best of these.
 
 `python -m experiments.tinybert.scheduled search` appends to OUT/scheduled_search.jsonl, and `final` to
 OUT/scheduled.jsonl. Runs that are in these files are not run again. `render --docs PAGE` puts the report of both files
@@ -16,6 +17,7 @@ between the marks of a page; without a page it prints the report.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -57,7 +59,7 @@ SIZES_SCHEDULED = {
 BUDGET = {"smoke": 3, "small": 2, "paper": 16}
 """The most tuning runs of a place, the same for all."""
 LARGER = 1.5
-MOST_LARGER = 2
+MOST_MOVES = 2
 """The final runs of the first seed try learning rates that are larger by this factor, at most so often."""
 SEARCH_FILES = 1
 """The search needs only the first train file: a tuning run draws 256,000 texts."""
@@ -206,23 +208,32 @@ def at_full_size(lines: Sequence[Line], place: Place) -> dict[Setting, float]:
     return {setting_of(line["cell"]): loss_of(line) for line in final_lines(lines, place) if line["cell"]["seed"] == 0}
 
 
-def larger_rates(setting: Setting, tried: Mapping[Setting, float]) -> list[Setting]:
+def rates_to_try(setting: Setting, tried: Mapping[Setting, float]) -> list[Setting]:
     """What to try next at full size, from the best setting of the search; nothing if a larger rate was no better.
 
-    >>> larger_rates((("lr", 0.02),), {})
+    If that setting diverged, a smaller rate.
+
+    >>> rates_to_try((("lr", 0.02),), {})
     [(('lr', 0.02),), (('lr', 0.03),)]
-    >>> larger_rates((("lr", 0.02),), {(("lr", 0.02),): 3.5, (("lr", 0.03),): 3.4})
+    >>> rates_to_try((("lr", 0.02),), {(("lr", 0.02),): 3.5, (("lr", 0.03),): 3.4})
     [(('lr', 0.045),)]
+    >>> rates_to_try((("lr", 0.03),), {(("lr", 0.03),): math.inf, (("lr", 0.045),): math.inf})
+    [(('lr', 0.02),)]
     """
-    for _ in range(MOST_LARGER):
-        values = dict(setting)
-        larger = tuple((values | {"lr": float(f"{LARGER * values['lr']:.2g}")}).items())
-        if missing := [each for each in (setting, larger) if each not in tried]:
+    is_too_large = tried.get(setting) == math.inf
+    for _ in range(MOST_MOVES):
+        other = _with_rate(setting, 1 / LARGER if is_too_large else LARGER)
+        if missing := [each for each in (setting, other) if each not in tried]:
             return missing
-        if tried[larger] >= tried[setting]:
+        if tried[other] < math.inf if is_too_large else tried[other] >= tried[setting]:
             break
-        setting = larger
+        setting = other
     return []
+
+
+def _with_rate(setting: Setting, factor: float) -> Setting:
+    """The setting with its learning rate multiplied, to two digits."""
+    return tuple((dict(setting) | {"lr": float(f"{factor * dict(setting)['lr']:.2g}")}).items())
 
 
 def final_jobs(
@@ -235,7 +246,7 @@ def final_jobs(
         if not tuning_losses(search, place, size) or next_settings(search, place, size, budget):
             continue
         tried = at_full_size(lines, place)
-        if missing := larger_rates(best_setting(search, place, size), tried):
+        if missing := rates_to_try(best_setting(search, place, size), tried):
             found += [final_cell(place, setting, size, shared, 0) for setting in missing]
         else:
             setting = min(tried, key=lambda each: tried[each])

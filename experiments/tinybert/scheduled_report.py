@@ -101,8 +101,8 @@ def markdown(lines: Sequence[Line], search: Sequence[Line], constant: Sequence[L
 
 
 def best_at_full_size(lines: Sequence[Line], place: Place) -> Setting | None:
-    """The setting with the best validation loss among the final runs of the first seed."""
-    tried = at_full_size(lines, place)
+    """The setting with the best validation loss among the final runs of the first seed that did not diverge."""
+    tried = {setting: loss for setting, loss in at_full_size(lines, place).items() if math.isfinite(loss)}
     return min(tried, key=lambda setting: tried[setting], default=None)
 
 

@@ -193,8 +193,10 @@ class TestPlan:
         assert len(finals) == 2 * len(places_scheduled())
         assert scheduled.final_jobs([], lines[:1], size, budget, 3, SHARED) == [], "its search has not ended"
 
-    @pytest.mark.parametrize(("best_rate", "runs"), [(0.5, 2), (1.5, 3), (2.25, 3)])
-    def test_final_runs_try_larger_rates_before_other_seeds(self, best_rate, runs):
+    @pytest.mark.parametrize(
+        ("best_rate", "diverges_at", "runs"), [(0.5, 9, 2), (1.5, 9, 3), (2.25, 9, 3), (1.5, 0.8, 3), (1.5, 0.55, 4)]
+    )
+    def test_final_runs_try_other_rates_before_other_seeds(self, best_rate, diverges_at, runs):
         """Losses depend on the rate over that of the search; other seeds run with the best of the first."""
         size, budget = SIZES_SCHEDULED["paper"], 1
         result = {"validation": 4.0, "ended": "finished", "curve": []}
@@ -205,11 +207,13 @@ class TestPlan:
         while found := scheduled.final_jobs(finals, search, size, budget, 3, SHARED):
             for job in found:
                 start = dict(first_setting(row_scheduled(job.cell["row"]), job.cell["column"]))["lr"]
-                loss = 3.0 + abs(math.log(job.cell["lr"] / start / best_rate))
-                finals.append({"cell": job.cell, "result": {"validation": loss, "ended": "finished"}})
+                ratio = job.cell["lr"] / start
+                loss, ended = 3.0 + abs(math.log(ratio / best_rate)), "diverged" if ratio > diverges_at else "finished"
+                finals.append({"cell": job.cell, "result": {"validation": loss, "ended": ended}})
         assert len(finals) == (runs + 2) * len(places_scheduled())
         place = [line for line in finals if (line["cell"]["row"], line["cell"]["column"]) == PLACE]
-        lowest = min(place[:runs], key=lambda line: line["result"]["validation"])
+        whole = [line for line in place[:runs] if line["result"]["ended"] == "finished"]
+        lowest = min(whole, key=lambda line: line["result"]["validation"])
         assert [line["cell"]["lr"] for line in place[runs:]] == [lowest["cell"]["lr"]] * 2
 
     def test_final_runs_need_all_train_files(self, tmp_path, monkeypatch):
