@@ -51,7 +51,7 @@ def loss_of(task: str, epsilon: float, steps: int, method: str, seed: int) -> fl
     torch.set_num_threads(1)
     with mock.patch("os.urandom", lambda count: random.Random(seed).randbytes(count)):  # key and run_id
         if task == "texts":
-            return of_texts(epsilon, steps, seed=seed, **METHODS[method])
+            return of_texts(epsilon, steps, seed=seed, schedule="linear", **METHODS[method])
         return with_dpoptim(TASKS[task](), "mlp", epsilon, seed, **METHODS[method])["loss"]
 
 

@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 for rate in RATES[model]:
                     settings = {**noise, "learning_rate": rate}
                     if task == "texts":
-                        losses = [of_texts(EPSILON, options.steps, **settings)]
+                        losses = [of_texts(EPSILON, options.steps, schedule="linear", **settings)]
                     else:
                         losses = of_table(task, model, EPSILON, **settings)
                     found[f"{rate:g}"] = losses

@@ -147,7 +147,7 @@ def one_run(epsilon: float, files: tuple[Path, Path], subjects: int, options: ar
     recipe = Recipe(
         model=str(options.work / "public"), data=str(files[0]), validation_data=str(files[1]), prompt_template=PROMPT,
         epsilon=epsilon, max_length=48 if options.tiny else LENGTH, lora_rank=options.lora_rank, device=options.device,
-        **({"lora_targets": ["all-linear"]} if options.lora_rank else {}), **options.settings,
+        schedule="linear", **({"lora_targets": ["all-linear"]} if options.lora_rank else {}), **options.settings,
     )  # fmt: skip
     started = time.perf_counter()
     summary = train(recipe, run)

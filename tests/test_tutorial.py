@@ -34,7 +34,7 @@ def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
 def test_the_table_of_defaults_lists_real_settings():
     table = TUTORIAL.read_text(encoding="utf-8").split("| setting | default |")[1].split("\n\n")[0]
     settings = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert len(settings) == 9
+    assert len(settings) == 10
     assert set(settings) <= Recipe.__dataclass_fields__.keys()
 
 

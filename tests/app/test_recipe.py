@@ -266,6 +266,23 @@ def test_a_batch_larger_than_the_data_is_refused():
         plan_for(batch_size=500, steps=10, noise="independent")
 
 
+@pytest.mark.parametrize(
+    ("task", "model", "schedule", "rate"),
+    [
+        (Task.CAUSAL_LM, "gpt2", "wsd", 2e-3),
+        (Task.IMAGE_CLASSIFICATION, "small-cnn", "wsd", 0.04),
+        (Task.TABULAR_REGRESSION, "mlp", "linear", 0.1),
+    ],
+)
+def test_schedule_and_rate_follow_the_kind_of_model_and_of_noise(task, model, schedule, rate):
+    shared: dict[str, Any] = {"task": task, "num_examples": 400, "device": torch.device("cpu")}
+    filled = with_defaults(made(model=model), **shared)
+    assert (filled.schedule, filled.learning_rate) == (schedule, rate)
+    independent = with_defaults(made(model=model, noise="independent"), **shared)
+    assert independent.learning_rate == pytest.approx(0.03 if task.is_tabular else rate / 4)
+    assert with_defaults(made(model=model, schedule="cosine"), **shared).schedule == "cosine"
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "wsd"])
 def test_learning_rates_rise_and_fall(schedule):
     recipe = made(steps=100, learning_rate=2.0, warmup=0.1, schedule=schedule)

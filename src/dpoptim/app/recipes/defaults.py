@@ -60,6 +60,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         "delta": default_delta(num_examples),
         "clip_norm": default_clip_norm(recipe, task),
         "learning_rate": default_learning_rate(recipe),
+        "schedule": "linear" if task.is_tabular else "wsd",  # benchmarks/schedules.md
         "batch_size": batch_size,
         "steps": steps,
         "dtype": "bf16" if on_gpu else "fp32",  # bf16 is faster on a GPU and slower on a CPU
@@ -94,9 +95,9 @@ def default_learning_rate(recipe: Recipe) -> float:
         return tables.SGD_LEARNING_RATE if recipe.model in TABULAR_MODELS else 1.0
     if recipe.model in TABULAR_MODELS:
         return tables.learning_rate_for(is_correlated=is_correlated)
-    if recipe.model in BUILT_IN:
-        return 1e-2
     rate = 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
+    if recipe.model in BUILT_IN:
+        rate = 1e-2
     return 4 * rate if is_correlated else rate
 
 

@@ -205,8 +205,8 @@ class Recipe:
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(low=0), OPTIMIZER,
-        "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 1e-2 for small-cnn; 1 for dp_sgd (0.1 on "
-        "tables); a quarter for texts and 0.03 for tables with independent noise or secret batches")
+        "default: 2e-3; 4e-3 for LoRA or new weights; 0.1 for tables; 0.04 for small-cnn; 1 for dp_sgd (0.1 on "
+        "tables); with independent noise or secret batches a quarter, and 0.03 for tables")
     eps: float | None = _setting(None, _number(low=0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
         flag="--adam-eps")
     eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
@@ -214,8 +214,8 @@ class Recipe:
     betas: tuple[float, float] = _setting((0.9, 0.999), _kind(_betas, float, ("B1", "B2"), nargs=2), OPTIMIZER,
         "default: 0.9 0.999")
     weight_decay: float = _setting(0.0, _number(low=0), OPTIMIZER, "decoupled weight decay (default: 0)")
-    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER,
-        "default: linear, down to 0; wsd is constant, then linear over the last 30 % of the steps")
+    schedule: str | None = _setting(None, _one_of(*SCHEDULES), OPTIMIZER,
+        "default: wsd, which is constant, then falls linearly to 0 over the last 30 % of the steps; linear for tables")
     warmup: float = _setting(0.05, _number(low=0, below=1), OPTIMIZER,
         "share of the steps in which the learning rate rises (default: 0.05)")
     averaged: float | None = _setting(None, _number(above=0, high=1), OPTIMIZER,
