@@ -12,6 +12,7 @@ Cases named "trainer" run the same model, data and TrainingArguments, with bf16 
     stock         transformers.Trainer
     private       PrivateTrainer with PrivacyArguments(epsilon=8), which usually chooses correlated noise
     independent   the same with noise="independent" and sampling="poisson"
+    command       `dpoptim train --epsilon 8`, with the same batch size on the same texts, from files
 
 Sizes are per_device_train_batch_size x gradient_accumulation_steps x tokens. The weights are random, and the texts are
 made up and have equal lengths. Nothing is saved, and the progress bar is off.
@@ -21,7 +22,8 @@ made up and have equal lengths. Nothing is saved, and the progress bar is off.
   median over the blocks of both trainings. A private batch has the stock batch size on average.
 - First step and memory: measured in a new process, which finds the kernels that earlier trainings cached on
   disk. "first step" is the time from the call of train() to the end of the first step; in brackets, from the call of
-  the constructor. Imports, model and data are not included. Memory is the peak of a short training.
+  the constructor. Imports, model and data are not included, except for "command", which reads files of texts, loads
+  the model and saves a checkpoint first. Memory is the peak of a short training.
 - Host time (--profile): a new process runs `private` under cProfile. This slows Python down, so the shares matter more
   than the times. Waiting for the GPU counts for the call that waits. On a GPU, hooks of the backward pass run in a
   different thread. cProfile sees them from Python 3.12 on; in earlier versions they count for run_backward.
@@ -70,7 +72,8 @@ from record import Found, bullets, heading, markdown_table, page, publish, read_
 from steps import first_words, peaks, ran, timed
 from torch import nn
 
-TRAINERS, LOOPS = ("stock", "private", "independent"), ("plain", "off", "flat", "scaled", "captured flat", "captured")
+TRAINERS = ("stock", "private", "independent", "command")
+LOOPS = ("plain", "off", "flat", "scaled", "captured flat", "captured")
 RATIOS = (
     *((way, "stock") for way in TRAINERS[1:]),
     *((way, "off") for way in LOOPS[2:]),
@@ -128,17 +131,35 @@ class TrainerCase:
                 text["label"] = label
         return texts
 
-    def collator(self) -> Any:
-        """Return the stock collator; its tokenizer only pads."""
+    def tokenizer(self) -> Any:
+        """Return a tokenizer whose words are the numbers of the tokens."""
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
-        from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, PreTrainedTokenizerFast
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast
 
-        words = Tokenizer(WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+        names = {"[PAD]": 0, **{str(token): token for token in range(1, self.vocabulary)}}
+        words = Tokenizer(WordLevel(names, unk_token="[PAD]"))
+        words.pre_tokenizer = WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="1")
+
+    def collator(self) -> Any:
+        """Return the stock collator."""
+        from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
+
         if self.labels is None:
-            return DataCollatorForLanguageModeling(tokenizer, mlm=False)
-        return DataCollatorWithPadding(tokenizer)
+            return DataCollatorForLanguageModeling(self.tokenizer(), mlm=False)
+        return DataCollatorWithPadding(self.tokenizer())
+
+    def write(self, folder: Path) -> None:
+        """Write the model, its tokenizer and the texts to files."""
+        self.model().save_pretrained(folder / "model")
+        self.tokenizer().save_pretrained(folder / "model")
+        with (folder / "texts.jsonl").open("w") as file:
+            for record in self.records():
+                text = {"text": " ".join(map(str, record["input_ids"]))}
+                label = {} if self.labels is None else {"label": str(record["label"])}
+                file.write(json.dumps(text | label) + "\n")
 
 
 def gpt2(**sizes: int) -> nn.Module:
@@ -173,7 +194,7 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
         return [
             (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, **few), TRAINERS),
             (TrainerCase(model_name="BERT tiny", model=tiny_bert, labels=2, **few), TRAINERS),
-            (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, checkpointed=True, **few), TRAINERS),
+            (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, checkpointed=True, **few), TRAINERS[:3]),
             (llama("cpu", "tiny", 4, 16), eager),
             (llama("cpu", "tiny", 4, 16, checkpointed=True), eager),
             (llama("cpu", "tiny", 4, 16, lora=True), adapters),
@@ -199,7 +220,7 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
                 checkpointed=True,
                 examples=2048,
             ),
-            TRAINERS,
+            TRAINERS[:3],  # `dpoptim train` has no gradient checkpointing
         ),
         (llama(device, "1.2B", 8, 512), large),
         (llama(device, "1.2B", 4, 2048), large),
@@ -221,6 +242,41 @@ def free_memory(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def run_command(
+    case: TrainerCase, steps: int, after_step: Callable[[int], None], before_train: Callable[[], None]
+) -> tuple[float, float]:
+    """Train as `dpoptim train` does, and call `after_step` with the number of steps done; return two equal times."""
+    from dpoptim.app import Recipe
+    from dpoptim.app import train as train_run
+    from dpoptim.app.progress import ProgressReporter
+
+    class AfterStep(ProgressReporter):
+        def step(self, *, step: int, **rest: Any) -> None:
+            after_step(step)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        case.write(folder)
+        recipe = Recipe(
+            model=str(folder / "model"),
+            data=str(folder / "texts.jsonl"),
+            task="causal-lm" if case.labels is None else "text-classification",
+            epsilon=8.0,
+            max_length=case.sizes[2],
+            validation_fraction=0.0,
+            batch_size=case.sizes[0] * case.sizes[1],
+            steps=steps,
+            evaluate_every=steps,
+            checkpoint_every=steps,
+            device=case.device,
+            label_names=None if case.labels is None else tuple(map(str, range(case.labels))),
+        )
+        before_train()
+        called = time.perf_counter()
+        train_run(recipe, folder / "run", progress=AfterStep())
+    return called, called
 
 
 def train(
@@ -246,6 +302,8 @@ def train(
     free_memory(case.device)
     torch.manual_seed(0)
     torch.zeros(1, device=case.device)  # starts the GPU
+    if way == "command":
+        return run_command(case, steps, after_step, before_train)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=f"{folder}/run",  # keys are saved next to it

@@ -57,7 +57,7 @@ def test_trainers_are_timed_and_profiled(trainer, monkeypatch, tmp_path):
     options = ["--only", "bert tiny", "--repeats", 2, "--profile", "--json", record, "--write", table]
     assert run(trainer, monkeypatch, *options) == 0
     (case,) = json.loads(record.read_text())["cases"]
-    assert list(case["ways"]) == ["stock", "private", "independent"]
+    assert list(case["ways"]) == ["stock", "private", "independent", "command"]
     for found in case["ways"].values():
         assert found["first_s"] > 0
         assert found["low_ms"] <= found["ms"] <= found["high_ms"]
