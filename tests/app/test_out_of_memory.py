@@ -49,15 +49,15 @@ def test_the_command_names_a_flag_if_the_first_batch_does_not_fit(tmp_path, monk
     printed = capsys.readouterr()
     line = printed.err.splitlines()[-1]
     assert line.startswith("dpoptim: Out of memory while clipping. Known use: parameters ")
-    assert "What to change first: --micro-batch-tokens 4096 (the guarantee and the expected batch of 16 stay" in line
+    assert "What to change first: --micro-batch-tokens 512 (the guarantee and the expected batch of 16 stay" in line
     assert "in a new run, --lora-rank 16" in line
     assert "Step 1 has released nothing." in line
-    assert line.endswith("Step 0 is saved. Resume with: dpoptim train --resume run --micro-batch-tokens 4096")
+    assert line.endswith("Step 0 is saved. Resume with: dpoptim train --resume run --micro-batch-tokens 512")
     assert log_of(tmp_path / "run")[-1]["reason"] == "error: OutOfMemoryError"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert main(line.partition("Resume with: dpoptim ")[2].split()) == 0
-    assert read_recipe(tmp_path / "run" / "recipe.toml").micro_batch_tokens == 4096
+    assert read_recipe(tmp_path / "run" / "recipe.toml").micro_batch_tokens == 512
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), [(Prepared, "loss_per_example", 30), (clipped_sums, "_sum", 28)])

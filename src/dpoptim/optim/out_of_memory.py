@@ -65,6 +65,8 @@ def has_advice(error: BaseException) -> bool:
 def _advice(optimizer: PrivateOptimizer, doing: str) -> str:
     remedies, mechanism, batch = optimizer.remedies, optimizer.mechanism, optimizer.plan.batch_size
     setting, limit = mechanism.part_limit or ("micro_batch_size", batch)
+    if setting == "micro_batch_size":
+        limit = min(limit, batch * (optimizer.plan.records_per_user or 1))
     half, smaller = halved(setting, limit), remedies.smaller_batches
     if smaller is None:
         smaller = f"pass {setting}={half} to private_loader" if half else ""

@@ -58,11 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"dpoptim: {error}")
         return 2
     except (RuntimeError, MemoryError) as error:
-        from dpoptim.optim.out_of_memory import has_advice
+        from dpoptim.optim.out_of_memory import has_advice, is_out_of_memory
 
-        if not has_advice(error):
+        if has_advice(error):
+            print_error(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "))
+            return 2
+        if not is_out_of_memory(error):
             raise
-        print_error(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "))
+        print_error("dpoptim: out of memory. Use smaller batches, shorter texts (--max-length) or a smaller model.")
         return 2
     except KeyboardInterrupt:
         print("dpoptim: interrupted", file=sys.stderr)

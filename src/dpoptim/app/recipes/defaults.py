@@ -151,7 +151,7 @@ def optimizer_of(
     optimizer.remedies = Remedies(  # as flags of `dpoptim train`
         smaller_batches=smaller_micro_batch(recipe),
         clipping="",
-        noise="in a new run, --noise independent",
+        noise="in a new run, --noise banded-inverse:8",
         fewer_parameters="" if recipe.model in BUILT_IN else f"in a new run, {fewer}{shorter}",
     )
     return optimizer
@@ -160,7 +160,13 @@ def optimizer_of(
 def smaller_micro_batch(recipe: Recipe) -> str:
     """The flag that halves the micro-batches of a complete recipe; "" if they cannot be smaller."""
     name = "micro_batch_size" if recipe.micro_batch_tokens is None else "micro_batch_tokens"
-    smaller = halved(name, getattr(recipe, name))
+    assert recipe.batch_size is not None
+    largest = (
+        recipe.batch_size
+        * (recipe.records_per_user or 1)
+        * (1 if name == "micro_batch_size" else recipe.max_length or 1)
+    )
+    smaller = halved(name, min(getattr(recipe, name), largest))
     return f"--{name.replace('_', '-')} {smaller}" if smaller else ""
 
 

@@ -112,7 +112,8 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         )
     size = privacy.num_examples or examples
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    check_at_most("per_device_train_batch_size·gradient_accumulation_steps·processes", batch_size, "num_examples", size)
+    check_at_most("per_device_train_batch_size·gradient_accumulation_steps·processes", batch_size, "num_examples", size,
+                   hint="Use a smaller per_device_train_batch_size or gradient_accumulation_steps.")  # fmt: skip
     clip_norm = privacy.clip_norm
     if clip_norm is None:
         if not args.max_grad_norm:
@@ -179,6 +180,6 @@ def remedies_for(micro_batch_size: int, plan: PrivacyPlan, processes: int) -> Re
     return Remedies(
         smaller_batches=smaller,
         clipping=f"{Remedies.clipping} {given}",
-        noise=f"{Remedies.noise} {given}",
+        noise='in a new run, use PrivacyArguments(noise="banded-inverse:8")',
         fewer_parameters="train only LoRA factors (peft)",
     )

@@ -203,7 +203,8 @@ class PrivateTrainer(transformers.Trainer):
     def _micro_batch_size(self, factor_bytes: int) -> int:
         """Return the micro-batch size; gradient checkpointing lowers it, because gradient factors stay in memory."""
         size: int = self.args.per_device_train_batch_size
-        if not self.args.gradient_checkpointing or not factor_bytes:
+        is_checkpointed = self.args.gradient_checkpointing or getattr(self.model, "is_gradient_checkpointing", False)
+        if not is_checkpointed or not factor_bytes:
             return size
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
         share = self.args.world_size if uses_fsdp2(self.accelerator) else 1
