@@ -76,6 +76,8 @@ class StopAfter(ProgressReporter):
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         if step == self._at:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs
+                raise KeyboardInterrupt
             signal.raise_signal(signal.SIGINT)
 
 

@@ -20,7 +20,7 @@ from dpoptim import (
     SquareRoot,
 )
 from dpoptim.app.audit import PlanAudit, audit_plan, games_needed
-from dpoptim.app.audit.checks import measure_noise, noise_checks, sampling_violation
+from dpoptim.app.audit.checks import measure_noise, noise_checks, sampling_violation, spread_chance
 from dpoptim.app.audit.game import Game, GameResult, canaries_alone
 from dpoptim.integrations.named_settings import make_optimizer, release_of
 from dpoptim.privacy import Sampling
@@ -184,6 +184,13 @@ def at_random(true: Any, step: int) -> Any:
     return np.random.default_rng(step).choice(PLAN["num_examples"], PLAN["batch_size"], replace=False)
 
 
+def in_order(true: Any, step: int) -> Any:
+    """Batches of random sizes, from passes in random order."""
+    passes = np.concatenate([np.random.default_rng(number).permutation(PLAN["num_examples"]) for number in range(3)])
+    start = sum(len(true(before)) for before in range(step))
+    return np.unique(passes[start : start + len(true(step))])
+
+
 DRAWS: list[tuple[Sampling, Any, str]] = [
     (Shuffled(), at_random, "participates"),
     (Shuffled(), lambda true, step: true(step)[1:], "does not have 100 different examples"),
@@ -195,6 +202,8 @@ DRAWS: list[tuple[Sampling, Any, str]] = [
     (Poisson(), lambda true, step: np.unique(np.append(true(step), np.arange(12))), "is drawn in"),
     (Poisson(), lambda true, step: true(step)[:80], "on average"),
     (Poisson(), lambda true, step: np.arange(300) if step == 3 else true(step), "a batch has 300 examples"),
+    (Poisson(), at_random, "batch sizes vary by 0.00; 9.49 is expected"),
+    (Poisson(), in_order, "how often an example is drawn varies by 0."),
     (Poisson(max_batch_size=120), lambda true, step: np.arange(130), "the plan allows 120"),
     (CyclicPoisson(bands=4), lambda true, step: true(0), "turns of two groups"),
     (CyclicPoisson(bands=4), lambda true, step: true(step % 4), "two steps share"),
@@ -221,6 +230,31 @@ def test_wrong_batches_are_reported(monkeypatch, sampling, change, words):
     assert sampling_violation(plan, play(plan)) is None
     change_batches(monkeypatch, sampling, change)
     assert words in (sampling_violation(plan, play(plan)) or "")
+
+
+def test_batches_that_do_not_depend_on_the_key_fail(monkeypatch):
+    whole, key = Poisson.indices, dpoptim.NoiseKey.generate()
+    monkeypatch.setattr(Poisson, "indices", lambda self, own, step, **sizes: whole(self, key, step, **sizes))
+    found = audit_plan(plan_of(sampling=Poisson()), maker("dp_sgd"), canaries=1000, games=2)
+    assert failures(found) == {"batches are drawn as planned"}
+    assert "two keys draw the same batches" in str(found.checks)
+
+
+def test_one_game_compares_no_keys():
+    found = audit_plan(plan_of(), maker("dp_sgd"), canaries=500, games=1)
+    (check,) = (check for check in found.checks if "different keys" in check.name)
+    assert (check.passed, check.found) == (None, "needs two games")
+
+
+@pytest.mark.parametrize(("rate", "of", "number"), [(0.1, 1000, 50), (0.02, 60, 5000)])
+def test_spread_of_binomial_counts(rate, of, number):
+    generator = np.random.default_rng(0)
+    chances = np.array([spread_chance(generator.binomial(of, rate, number), of, rate) for _ in range(2000)])
+    for level in (0.1, 0.01):
+        assert abs((chances < level).mean() - level) < 4 * (level / len(chances)) ** 0.5
+    assert spread_chance(np.full(number, round(of * rate)), of, rate) < 1e-9
+    assert spread_chance(np.tile([0, 3 * round(of * rate)], number // 2), of, rate) < 1e-9
+    assert spread_chance(np.zeros(1, dtype=np.int64), of, rate) == 1.0
 
 
 def test_audit_with_wrong_batches_fails(monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import dpoptim
 from dpoptim import PrivacyPlan
 from dpoptim.app.cli import main
 from tests.app.runs import copy_run, rows_recipe, write_bert, write_texts
@@ -39,7 +40,7 @@ def test_edited_statement_is_found(trained_run, tmp_path, capsys):
     copy_run(trained_run, tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
     printed = capsys.readouterr().out
-    assert "Files" in printed
+    assert "Plan and files" in printed
     assert "FAILED" not in printed
     (tmp_path / "run" / "statement.txt").write_text("epsilon = 0")
     assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 1
@@ -53,10 +54,27 @@ def test_edited_statement_is_found(trained_run, tmp_path, capsys):
 
 def test_plan_from_a_file(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
-    (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
-    assert main(["audit", str(tmp_path / "plan.json"), *FEW, "--variant", "independent_moments", "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert values["plan"]["release"]["kind"] == "IndependentMoments"
+    for release in (dpoptim.Gradient(), dpoptim.IndependentMoments(balance="mse"), dpoptim.JointMoments()):
+        own = plan.replace(allow_mixing="batch norm").with_release(release)
+        (tmp_path / "plan.json").write_text(json.dumps(own.to_dict()))
+        assert main(["audit", str(tmp_path / "plan.json"), *FEW, "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["plan"] == own.to_dict()
+        assert {"name": "examples do not mix", "passed": None, "found": "not covered: batch norm"} in values["files"]
+
+
+def test_plans_that_no_audit_fits_are_refused(tmp_path, refusal):
+    plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan.to_dict()))
+    assert "the plan releases Gradient(), but --variant joint_moments releases JointMoments" in refusal(
+        "audit", str(file), "--variant", "joint_moments"
+    )
+    file.write_text(json.dumps(plan.with_release(dpoptim.NoiselessSquare()).to_dict()))
+    assert "the plan makes no guarantee" in refusal("audit", str(file))
+    for claimed in ("4.0", True, None):
+        file.write_text(json.dumps({"plan": plan.to_dict(), "epsilon": claimed}))
+        assert f"epsilon={claimed!r} must be a number" in refusal("audit", str(file))
 
 
 def test_recipe_is_trained(tmp_path, capsys):
@@ -79,7 +97,7 @@ def test_recipe_for_texts_is_trained(tmp_path, capsys):
 
 def test_claim_in_the_plan_file_is_checked(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
-    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3}))
     assert main(["audit", str(tmp_path / "plan.json"), *FEW]) == 1
     assert "FAILED  epsilon follows from the plan: claimed 3.0000" in capsys.readouterr().out
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from dpoptim.app.audit.game import GameResult
@@ -108,7 +109,34 @@ def _random_violation(plan: PrivacyPlan, game: GameResult, often: int) -> str | 
         return f"batches have {sizes.mean():,.1f} examples on average; {rate * members:,.1f} are expected"
     if np.sum([game.drawn[group::groups].any(axis=0) for group in range(groups)], axis=0).max() > 1:
         return "an example is drawn at the turns of two groups"
-    return _shared_violation(game, groups, rate)
+    if (shared := _shared_violation(game, groups, rate)) is not None or limit is not None:
+        return shared
+    if spread_chance(sizes, members, rate) < UNLIKELY:
+        return f"batch sizes vary by {sizes.std():,.2f}; {math.sqrt(members * rate * (1 - rate)):,.2f} is expected"
+    draws = np.bincount(np.concatenate(game.batches), minlength=plan.num_examples)
+    if plan.steps % groups == 0 and spread_chance(draws, turns, rate) < UNLIKELY:
+        expected = math.sqrt(turns * rate * (1 - rate))
+        return f"how often an example is drawn varies by {draws.std():,.3f}; {expected:,.3f} is expected"
+    return None
+
+
+def spread_chance(counts: NDArray[np.int64], of: int, rate: float) -> float:
+    """The chance that independent binomial counts vary so much or so little; 1 if there are too few to tell.
+
+    The sum of squared deviations is approximated by a χ² distribution with the same mean and variance.
+    """
+    variance = of * rate * (1 - rate)
+    if len(counts) * variance * min(1.0, variance) < 100:
+        return 1.0
+    shrink = 2.0 / (2.0 + (1 - 6 * rate * (1 - rate)) / variance)
+    total = float(((counts - of * rate) ** 2).sum()) / variance
+    return float(squares_chance(np.array(total * shrink), len(counts) * shrink))
+
+
+def are_alike(one: list[NDArray[np.int64]], other: list[NDArray[np.int64]]) -> bool:
+    """Whether two games drew the same batches, enough of them to exclude chance."""
+    is_alike = all(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(one, other, strict=False))
+    return is_alike and sum(map(len, one)) >= 100
 
 
 def _shared_violation(game: GameResult, groups: int, rate: float) -> str | None:

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dpoptim.app.audit.checks import (
     Check,
     NoiseSample,
+    are_alike,
     chance_check,
     errors_check,
     gradients_check,
@@ -151,7 +153,7 @@ def audit_loop(
     games: int = LEAST_GAMES,
     after_step: Callable[[], None] = lambda: None,
 ) -> PlanAudit:
-    """Attack your own training loop: `train` is called once per game, and five times for one step.
+    """Attack your own training loop: `train` is called once per game, and four times for one step.
 
     The game gives `train` the loader, and puts canaries beside the model and into the losses. Model, loss, records,
     optimizer and loop are yours. Create the model inside `train`, so that each call starts with new weights.
@@ -217,7 +219,6 @@ def _audit(
     for game in range(games):
         own = 2 * (seed * games + game)
         found.add(Game(plan, canaries=size, seed=own, observe=lambda released, scale: after_step()).play(train))
-    other_key = Game(plan, canaries=size, seed=2 * seed * games + 1, steps=1).play(train)
     of_model = []
     if compare is not None:
         quiet = plan.replace(noise_multiplier=_QUIET)
@@ -251,7 +252,7 @@ def _audit(
             _claim_check(plan, spent, at_delta, as_gaussian, contradicted=noise <= planned),
             errors_check(allowed, scored, included, confidence=each),
             *of_model,
-            *found.checks(other_key),
+            *found.checks(),
         ],
         scores=scored,
         included=included,
@@ -286,6 +287,7 @@ class _Findings:
         self._gradients: list[NoiseSample] = []
         self._squares: list[NoiseSample] = []
         self._violations: list[str] = []
+        self._first_batches: list[list[NDArray[np.int64]]] = []  # of the first two games
         self._moved = self._expected = 0.0  # along what canaries should add, in squared standard deviations
         self._shared, self._values = 0.0, 0  # products of both streams' residuals, and how many
 
@@ -299,6 +301,8 @@ class _Findings:
         self.included.append(game.directions > 0)
         if (violation := sampling_violation(self._plan, game)) is not None:
             self._violations.append(violation)
+        if len(self._first_batches) < 2:
+            self._first_batches.append(game.batches)
         self._gradients.append(measure_noise(released - expected))
         self._expected += float((expected**2).sum())
         self._moved += float((expected * released).sum())
@@ -308,11 +312,16 @@ class _Findings:
             self._shared += float((squares * (released - expected)).sum())
             self._values += squares.size
 
-    def checks(self, other_key: GameResult) -> list[Check]:
-        """Check batches, clipping and noise; `other_key` is one step under a different key."""
+    def checks(self) -> list[Check]:
+        """Check batches, clipping and noise; each game has its own key."""
+        if self._plan.sampling.is_random and len(self._first_batches) > 1 and are_alike(*self._first_batches):
+            self._violations.append("two keys draw the same batches")
         drawn = next(iter(self._violations), "batch sizes, and how often and how far apart examples are drawn")
-        first, (released, expected) = self._gradients[0].first, self._whitened(other_key)
-        repeated = correlation_chance(float(first @ (released - expected)[0]), len(first))
+        different_keys = Check(name="different keys make different noise", passed=None, found="needs two games")
+        if len(self._gradients) > 1:
+            first, second = (game.first for game in self._gradients[:2])
+            repeated = correlation_chance(float(first @ second), len(first))
+            different_keys = chance_check(different_keys.name, "the correlation of first steps", repeated)
         clipping = Check(name="clipping", passed=None, found="no canary was drawn")
         if self._expected:
             length, tolerance = self._moved / self._expected, 5.0 / math.sqrt(self._expected)
@@ -322,7 +331,7 @@ class _Findings:
             Check(name="batches are drawn as planned", passed=not self._violations, found=drawn),
             clipping,
             *noise_checks(self._gradients),
-            chance_check("different keys make different noise", "the correlation of first steps", repeated),
+            different_keys,
         ]
         if self._squares:
             shared = correlation_chance(self._shared, self._values)

@@ -34,7 +34,6 @@ def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     key_answer, key = _key(run)
     log = log_lines(run.log_file) if run.log_file.is_file() else None
     answers = {
-        "a second accountant agrees": _second_opinion(plan),
         "the plan matches the recipe": _recipe(recipe, plan),
         "the statement matches the plan": _statement(run, plan),
         "the noise key is safe": key_answer,
@@ -53,13 +52,6 @@ def epsilon_check(plan: PrivacyPlan, claimed: float) -> Check:
         passed=now <= claimed * _ROUNDING,
         found=f"claimed {format_epsilon(claimed)} at delta = {plan.delta:g}; recomputed {format_epsilon(now)}",
     )
-
-
-def _second_opinion(plan: PrivacyPlan) -> _Answer:
-    bound = plan.rdp_epsilon()
-    if bound is None:
-        return True, "none supports this sampling and adjacency"
-    return bound >= plan.epsilon() * (1 - 1e-6), f"an upper bound by Rényi divergences is {format_epsilon(bound)}"
 
 
 def _recipe(recipe: Recipe, plan: PrivacyPlan) -> _Answer:

@@ -55,7 +55,6 @@ _GUESSES, _GUESSES_OF_IN = 10.0, 4.0  # per square root of the canaries; these p
 _MAX_EPSILON = 100.0
 _EPSILONS = np.geomspace(0.02, _MAX_EPSILON, 300)
 _FACTOR = 1.25
-_LARGE_DELTAS = np.linspace(0.05, 0.9, 25)
 
 
 def correlation_chance(total: float, count: int) -> float:
@@ -67,7 +66,7 @@ def correlation_chance(total: float, count: int) -> float:
     return min(1.0, 2.0 * math.exp(-count * (slope * mean + 0.5 * math.log1p(-(slope**2)))))
 
 
-def squares_chance(total: Floats, count: int) -> Floats:
+def squares_chance(total: Floats, count: float) -> Floats:
     """The chance that a sum of `count` squared unit normals lies as far out, on either side."""
     return np.minimum(1.0, 2.0 * np.minimum(chdtr(count, total), chdtrc(count, total)))
 
@@ -202,9 +201,6 @@ class TradeOff:
 
 
 def trade_off_of(plan: PrivacyPlan) -> TradeOff:
-    """The plan's curve at its own δ and at larger ones."""
-    assert plan.delta is not None
-    small = np.geomspace(plan.delta, 0.03, 15)
-    deltas = np.concatenate([[plan.delta], small[small > plan.delta], _LARGE_DELTAS[plan.delta < _LARGE_DELTAS]])
-    epsilons = np.array([plan.epsilon(delta=float(delta)) for delta in deltas])
-    return TradeOff(epsilons=epsilons, deltas=deltas)
+    """The curve of the plan's run."""
+    assert plan.noise_multiplier is not None
+    return TradeOff(epsilons=_EPSILONS, deltas=deltas_of(plan.run, plan.noise_multiplier))

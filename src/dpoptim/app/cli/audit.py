@@ -111,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
                 training=training,
                 after_step=lambda: bar.advance(steps),
             )
+    if plan.allow_mixing is not None:
+        files.append(Check(name="examples do not mix", passed=None, found=f"not covered: {plan.allow_mixing}"))
     passed = all(check.passed is not False for check in files) and (found is None or found.passed)
     if options.json:
         values = {
@@ -144,10 +146,14 @@ def _target(options: argparse.Namespace) -> tuple[PrivacyPlan, Any, str, list[Ch
         plan, checks = _read_plan(path)
     else:
         plan, checks = _plan_of(options), []
-    variant = options.variant or VARIANTS[0]
+        plan = plan.with_release(release_of(options.variant or VARIANTS[0]))
+    variant = options.variant or next((name for name in VARIANTS if type(release_of(name)) is type(plan.release)), "")
+    if not variant or type(release_of(variant)) is not type(plan.release):
+        of_variant = f"but --variant {variant} releases {release_of(variant)}" if variant else "which no variant does"
+        raise ValueError(f"the plan releases {plan.release}, {of_variant}")
     own: dict[str, Any] = {"betas": (0.9, 0.999), "eps": None, "eps_scale": None, "weight_decay": 0.0}
     make = functools.partial(make_optimizer, variant, learning_rate=1e-3, **own)
-    return plan.with_release(release_of(variant)), make, variant, checks
+    return plan, make, variant, checks
 
 
 def _training_of(options: argparse.Namespace) -> tuple[PrivacyPlan, Any, str, Training]:
@@ -201,12 +207,18 @@ def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
         raise ValueError(
             f"RUN {path} is not a plan ({type(error).__name__}); write one with json.dumps(plan.to_dict())"
         ) from None
-    claimed = values.get("epsilon")
-    return plan, [epsilon_check(plan, claimed)] if isinstance(claimed, float) and plan.delta is not None else []
+    if not plan.is_private:
+        raise ValueError(f"RUN {path}: the plan makes no guarantee (no noise, or a square without noise)")
+    if "plan" not in values or "epsilon" not in values or plan.delta is None:
+        return plan, []
+    claimed = values["epsilon"]
+    if isinstance(claimed, bool) or not isinstance(claimed, int | float):
+        raise ValueError(f"RUN {path}: epsilon={claimed!r} must be a number, or be left out")
+    return plan, [epsilon_check(plan, claimed)]
 
 
 def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit | None) -> None:
-    parts = {"Files": files}
+    parts = {"Plan and files": files}
     if found is not None:
         times = "" if found.games == 1 else f" in {found.games} trainings"
         title = f"Game: {found.canaries:,} canaries{times}, bounds hold with confidence {found.confidence:g}"
