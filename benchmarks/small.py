@@ -103,7 +103,8 @@ def titles_of(record: dict[str, Any]) -> list[str]:
 def notes(record: dict[str, Any]) -> list[str]:
     case, lines = record["cases"][0], []
     if "purge_delay" in record:
-        lines.append(f"The process keeps freed memory, for all methods (MIMALLOC_PURGE_DELAY={record['purge_delay']}).")
+        delay = record["purge_delay"]
+        lines.append(f"The process keeps freed memory, for all methods (on ARM by MIMALLOC_PURGE_DELAY={delay}).")
     if "apart" in case:
         lines.append('The methods took turns in one process. "separate": one process per method; no limits apply.')
     if fastest_peer(case["ways"]):

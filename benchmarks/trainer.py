@@ -547,7 +547,9 @@ def markdown(record: dict[str, Any]) -> str:
     made = "Measured by `python benchmarks/trainer.py`; its docstring explains the columns."
     tables = [*tables_of(record), *host_tables(record)]
     parts = [part for title, titles, rows in tables for part in (f"## {title}", markdown_table(titles, rows))]
-    return page("The speed of trainers and large models", f"{heading(record)}. {made}", bullets(notes(record)), *parts)
+    has_trainers = any(case["kind"] == "trainer" for case in record["cases"])
+    title = "The speed of trainers and large models" if has_trainers else "The speed of a step"
+    return page(title, f"{heading(record)}. {made}", bullets(notes(record)), *parts)
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -275,10 +275,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
         if PrivacyPlan.from_dict(saved := privacy["plan"]) != self.plan:
             now = self.plan.to_dict()
-            other = sorted(name for name in saved | now if saved.get(name) != now.get(name))
+            other = [f"{name} was {saved.get(name)}, not {now[name]}" for name in now if saved.get(name) != now[name]]
             raise ValueError(
-                f"state_dict belongs to a different privacy plan: {', '.join(other)} "
-                f"{'differs' if len(other) == 1 else 'differ'}. Create the optimizer with the plan of the run."
+                f"state_dict belongs to a different privacy plan: {'; '.join(other)}. Create the optimizer with the "
+                "plan of the run."
             )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
