@@ -41,6 +41,19 @@ def test_the_error_names_training_arguments(place, doing, first, tmp_path, monke
     assert "private_loader" not in note
 
 
+def test_the_check_before_the_first_step_may_run_out_of_memory(tmp_path, monkeypatch):
+    trainer = class_trainer(tmp_path)
+
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(trainer, "loss_per_example", fails)
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        trainer.train()
+    (note,) = failed.value.__notes__
+    assert note.startswith("Out of memory before the first step")
+
+
 def test_smaller_batches_resume_where_no_step_is_repeated(tmp_path, monkeypatch):
     """Three steps are saved and the fourth fails: smaller batches resume from step 3 and are refused from step 2."""
     first = class_trainer(tmp_path, save_strategy="steps", save_steps=1)

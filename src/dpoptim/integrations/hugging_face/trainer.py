@@ -47,7 +47,7 @@ from dpoptim.integrations.released_norms import not_finite, released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.optim.out_of_memory import RUNNING, advising
+from dpoptim.optim.out_of_memory import RUNNING, advising, is_out_of_memory
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 from dpoptim.validation.temporary_changes import replaced
@@ -184,7 +184,15 @@ class PrivateTrainer(transformers.Trainer):
             self._data_digest += UserRecords(users).digest(key)
         self._check_held_out(self.eval_dataset)
         by_length = sorted(lengths, key=lengths.__getitem__)
-        factor_bytes = self._check_records(collate, dataset, by_length[:1] + by_length[-1:]) if may_meet else 0
+        try:
+            factor_bytes = self._check_records(collate, dataset, by_length[:1] + by_length[-1:]) if may_meet else 0
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(
+                    "Out of memory before the first step, in a check on five records. Shorten the longest records, or "
+                    "train only LoRA factors (peft)."
+                )
+            raise
         loader = private_loader(
             dataset,
             plan,
