@@ -115,6 +115,11 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
         **_at_epsilons("inverse_x4", (5e-3, 0.01, 0.02), 0.5, 1.1),
     ),
     _row(
+        "rows_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS}, _RATE_WITH_SCALE,
+        banded=(5e-3, 0.2, 0.25), independent=(5e-4, 0.5, 0.1),
+        independent_x4=(1e-3, 0.5, 0.1), banded_x4=(0.01, 0.5, 0.25),
+    ),
+    _row(
         "post_processing", {}, (),
         banded=(0.02,), independent_low=(5e-3,), independent=(1e-3,), independent_x4=(5e-3,), banded_x4=(0.05,),
         independent_x16=(5e-3,), banded_x16=(0.02,), **_at_epsilons("poisson", (1e-3, 1e-3, 2e-3)),
@@ -149,11 +154,6 @@ ROWS_SCHEDULED: tuple[Row, ...] = (
         "noiseless_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS},
         _RATE_WITH_SCALE,
         banded=(0.01, 0.2, 1.0), independent_low=(5e-3, 1.0, 1.0), independent=(1e-3, 0.5, 1.0),
-    ),
-    _row(
-        "rows_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS}, _RATE_WITH_SCALE,
-        banded=(5e-3, 0.2, 0.25), independent=(5e-4, 0.5, 0.1),
-        independent_x4=(1e-3, 0.5, 0.1), banded_x4=(0.01, 0.5, 0.25),
     ),
     _row(
         "filtered_rows_scaled", {"eps_over_noise": _OVER_LITTLE, "clip_norm": _CLIP_NORMS}, _RATE_WITH_SCALE,
