@@ -161,12 +161,12 @@ def smaller_micro_batch(recipe: Recipe) -> str:
     """The flag that halves the micro-batches of a complete recipe; "" if they cannot be smaller."""
     name = "micro_batch_size" if recipe.micro_batch_tokens is None else "micro_batch_tokens"
     assert recipe.batch_size is not None
-    largest = (
-        recipe.batch_size
-        * (recipe.records_per_user or 1)
-        * (1 if name == "micro_batch_size" else recipe.max_length or 1)
-    )
-    smaller = halved(name, min(getattr(recipe, name), largest))
+    limit, rows = getattr(recipe, name), recipe.batch_size * (recipe.records_per_user or 1)
+    if name == "micro_batch_size":
+        limit = min(limit, rows)
+    elif recipe.max_length is not None:
+        limit = min(limit, rows * recipe.max_length)
+    smaller = halved(name, limit)
     return f"--{name.replace('_', '-')} {smaller}" if smaller else ""
 
 
