@@ -274,8 +274,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
         if PrivacyPlan.from_dict(saved := privacy["plan"]) != self.plan:
-            now = self.plan.to_dict()
-            other = [f"{name} was {saved.get(name)}, not {now[name]}" for name in now if saved.get(name) != now[name]]
+            now = self.plan.to_dict()  # without settings at their defaults
+            changed = [name for name in now | saved if saved.get(name) != now.get(name)]
+            other = [f"{name} was {saved.get(name)}, not {now.get(name)}" for name in changed]
             raise ValueError(
                 f"state_dict belongs to a different privacy plan: {'; '.join(other)}. Create the optimizer with the "
                 "plan of the run."
